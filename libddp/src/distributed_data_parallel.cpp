@@ -1,0 +1,264 @@
+#include "ddp/distributed_data_parallel.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_set>
+
+#include "broadcast_all.h"
+#include "ddp/error.h"
+#include "ddp/log.h"
+#include "reducer.h"
+
+namespace ddp {
+namespace detail {
+namespace {
+
+using torch::Tensor;
+
+// Calls f after all callbacks that are queued now, and those that they queue in turn, `hops` levels deep.
+void queue_last(int hops, std::function<void()> f) {
+  torch::autograd::Engine::get_default_engine().queue_callback([hops, f = std::move(f)]() mutable {
+    if (hops == 0) {
+      f();
+    } else {
+      queue_last(hops - 1, std::move(f));
+    }
+  });
+}
+
+std::string describe(const Tensor& tensor) {
+  return fmt::format("{}[{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
+}
+
+// Every parameter and buffer must exist alike on all ranks: sizes that differ would be averaged into nonsense.
+void require_same_model(const std::vector<std::string>& lines, const ProcessGroup& group) {
+  const auto everyone = all_gather_object(fmt::format("{}", fmt::join(lines, "\n")), group);
+  for (int rank = 1; rank < group.size(); ++rank) {
+    if (everyone[rank] == everyone[0]) continue;
+    std::istringstream first(everyone[0]), other(everyone[rank]);
+    std::string expected, found;
+    do {
+      if (!std::getline(first, expected)) expected = "nothing more";
+      if (!std::getline(other, found)) found = "nothing more";
+    } while (expected == found);
+    throw MismatchError(fmt::format("[ddp::DistributedDataParallel] {}: ranks built different models: rank 0 has {}, rank "
+                                    "{} has {}; build the same module on all ranks",
+                                    group.place().name(), expected, rank, found));
+  }
+}
+
+}  // namespace
+
+// State that backward reaches from the autograd graph, which may outlive the wrapper.
+struct Replica::Engine : std::enable_shared_from_this<Engine> {
+  Place place;
+  bool static_graph = false;
+  std::shared_ptr<c10d::Reducer> reducer;  // null in a world of one
+
+  bool expecting = false;      // a synchronised forward waits for its backward
+  int backward = -1;           // graph task of the synchronised backward that runs now
+  bool delay_enqueued = false; // static graph: the first backward reduces at its end
+  bool pending = false;        // gradients of no_sync passes wait to be averaged
+  bool warned = false;
+
+  // Called when the gradient of an output arrives: the begin of a backward, as far as this model is concerned.
+  void on_output_gradient(bool synchronised) {
+    if (!synchronised) {
+      pending = true;
+      return;
+    }
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (task == backward) return;
+    if (!expecting) {
+      throw Error(fmt::format("[ddp::DistributedDataParallel] {}: this is the second backward since the last synchronised "
+                              "forward, and its gradients would stay local; call forward again, or run all but the last "
+                              "backward under no_sync()",
+                              place.name()));
+    }
+    expecting = false;
+    if (reducer == nullptr) return;
+    backward = task;
+    // The reducer finalises in a callback that it queues during backward, for a static graph in one that is queued by
+    // another: three hops are after both.
+    queue_last(3, [self = shared_from_this()] { self->on_backward_end(); });
+    if (static_graph && !delay_enqueued) {
+      delay_enqueued = true;
+      torch::autograd::Engine::get_default_engine().queue_callback([reducer = reducer] { reducer->delay_all_reduce(); });
+    }
+  }
+
+  void on_backward_end() {
+    backward = -1;
+    if (const std::string names = names_without_gradient(*reducer); !names.empty()) {
+      throw Error(fmt::format("[ddp::DistributedDataParallel] {}: no gradient reached: {}; the other gradients of this step "
+                              "were not averaged. Use these parameters in the loss, or construct with "
+                              "{{.find_unused_parameters = true}}",
+                              place.name(), names));
+    }
+    pending = false;
+  }
+};
+
+namespace {
+
+// Identity in the graph. When some outputs do not enter the loss, those that do drag the others through here with an
+// undefined gradient, so that the reducer hears of every parameter.
+class Sink : public torch::autograd::Function<Sink> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                torch::autograd::variable_list outputs, std::function<void()> begin) {
+    context->set_materialize_grads(false);
+    context->saved_data["begin"] = c10::IValue::make_capsule(c10::make_intrusive<Begin>(std::move(begin)));
+    for (auto& output : outputs) output = output.clone();
+    return outputs;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    static_cast<Begin*>(context->saved_data["begin"].toCapsule().get())->call();
+    gradients.emplace_back();  // none for `begin`
+    return gradients;
+  }
+
+ private:
+  struct Begin : torch::CustomClassHolder {
+    explicit Begin(std::function<void()> f) : call(std::move(f)) {}
+    std::function<void()> call;
+  };
+};
+
+}  // namespace
+
+Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, DistributedDataParallelOptions options)
+    : module_(std::move(module)), group_(std::move(group)), options_(std::move(options)) {
+  const auto refuse = [&](const std::string& why) {
+    throw ConfigError(fmt::format("[ddp::DistributedDataParallel] {}: {}", group_.place().name(), why));
+  };
+  if (module_ == nullptr) refuse("the module is null");
+  if (options_.bucket_cap_mb <= 0 || options_.first_bucket_mb <= 0) refuse("bucket sizes must be positive");
+  if (options_.hook && options_.compression != Compression::kNone) {
+    refuse("hook and compression exclude each other; compress inside the hook");
+  }
+  module_->to(group_.device());
+
+  std::vector<bool> expect_sparse;
+  std::unordered_set<c10::TensorImpl*> seen;
+  for (const auto& entry : module_->named_modules()) {
+    const auto* embedding = entry.value()->as<torch::nn::EmbeddingImpl>();
+    const auto* bag = entry.value()->as<torch::nn::EmbeddingBagImpl>();
+    const bool sparse = (embedding != nullptr && embedding->options.sparse()) || (bag != nullptr && bag->options.sparse());
+    for (const auto& parameter : entry.value()->named_parameters(/*recurse=*/false)) {
+      if (!parameter.value().requires_grad() || !seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;
+      const std::string prefix = entry.key().empty() ? "" : entry.key() + ".";
+      parameters_.emplace_back(prefix + parameter.key(), parameter.value());
+      expect_sparse.push_back(sparse);
+    }
+  }
+  if (parameters_.empty()) refuse("the module has no parameter that requires a gradient, so there is nothing to average");
+
+  engine_ = std::make_shared<Engine>();
+  engine_->place = group_.place();
+  engine_->static_graph = options_.static_graph;
+  if (group_.size() == 1) return;
+
+  // Gradients travel over connections of their own, and never meet a collective that the program calls.
+  group_ = group_.duplicate("ddp");
+  std::vector<std::string> lines;
+  std::vector<Tensor> state;
+  for (const auto& [name, tensor] : parameters_) lines.push_back(fmt::format("parameter {} {}", name, describe(tensor)));
+  for (const auto& entry : module_->named_parameters()) state.push_back(entry.value());
+  for (const auto& entry : module_->named_buffers()) {
+    lines.push_back(fmt::format("buffer {} {}", entry.key(), describe(entry.value())));
+    state.push_back(entry.value());
+  }
+  require_same_model(lines, group_);
+  broadcast_all(state, group_);
+  engine_->reducer = make_reducer(parameters_, expect_sparse, group_, options_);
+}
+
+Replica::~Replica() = default;
+
+void Replica::before_forward() {
+  if (!torch::GradMode::is_enabled() || engine_->reducer == nullptr) return;
+  if (sync_) engine_->reducer->prepare_for_forward();
+  engine_->reducer->rebuild_buckets();
+  if (buffers_due_ && options_.broadcast_buffers) broadcast_all(module_->buffers(), group_);
+}
+
+void Replica::after_forward(const std::vector<Tensor*>& outputs) {
+  if (!torch::GradMode::is_enabled()) return;
+  Engine& engine = *engine_;
+  const bool synchronised = sync_;
+  buffers_due_ = synchronised;
+  if (synchronised) engine.expecting = true;
+
+  std::vector<Tensor*> tracked;
+  std::vector<Tensor> values;
+  for (Tensor* output : outputs) {
+    if (!output->defined() || !output->requires_grad()) continue;
+    tracked.push_back(output);
+    values.push_back(*output);
+  }
+  const bool search = options_.find_unused_parameters && !options_.static_graph;
+  if (engine.reducer != nullptr && synchronised) {
+    engine.reducer->prepare_for_backward(search ? values : std::vector<Tensor>{});
+  }
+
+  const auto begin = [engine = engine_, synchronised] { engine->on_output_gradient(synchronised); };
+  const bool needs_sink = search || (options_.static_graph && !engine.delay_enqueued);
+  if (engine.reducer == nullptr || !needs_sink) {
+    for (Tensor* output : tracked) output->register_hook([begin](const Tensor&) { begin(); });
+    return;
+  }
+  // A leaf has no place in the graph to put the sink behind.
+  std::erase_if(tracked, [](const Tensor* output) { return output->is_leaf(); });
+  values.clear();
+  for (const Tensor* output : tracked) values.push_back(*output);
+  if (values.empty()) return;
+  const auto passed = Sink::apply(values, std::function<void()>(begin));
+  for (size_t i = 0; i < tracked.size(); ++i) *tracked[i] = passed[i];
+}
+
+void Replica::zero_grad() {
+  if (engine_->pending && group_.size() > 1 && !engine_->warned) {
+    engine_->warned = true;
+    log::warn(group_, "[ddp::DistributedDataParallel] gradients of no_sync passes are dropped that were never averaged; run "
+                      "the last forward of a window without no_sync, or call reduce_gradients()");
+  }
+  engine_->pending = false;
+  for (const auto& [name, tensor] : parameters_) tensor.mutable_grad().reset();
+}
+
+bool Replica::gradients_pending() const { return engine_->pending && group_.size() > 1; }
+
+void Replica::require_synchronised(const char* who) const {
+  if (!gradients_pending()) return;
+  throw Error(fmt::format("[ddp::{}] {}: the gradients of no_sync passes have not been averaged yet; run the last forward of "
+                          "the window without no_sync, or call reduce_gradients()",
+                          who, group_.place().name()));
+}
+
+void Replica::reduce_gradients() {
+  if (group_.size() > 1) average_all(parameters_, group_, options_.bucket_cap_mb);
+  engine_->pending = false;
+}
+
+}  // namespace detail
+
+NoSync::NoSync(std::shared_ptr<detail::Replica> replica, bool enabled)
+    : replica_(std::move(replica)), previous_(replica_->sync()) {
+  if (enabled) replica_->set_sync(false);
+}
+
+NoSync::~NoSync() {
+  if (replica_ != nullptr) replica_->set_sync(previous_);
+}
+
+}  // namespace ddp

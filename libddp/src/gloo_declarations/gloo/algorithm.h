@@ -1,0 +1,2 @@
+// Included by ProcessGroupGloo.hpp, which uses nothing of it.
+#pragma once

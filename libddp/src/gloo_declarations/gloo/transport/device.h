@@ -1,0 +1,8 @@
+// Held by shared_ptr only.
+#pragma once
+
+namespace gloo::transport {
+
+class Device;
+
+}  // namespace gloo::transport
