@@ -1,0 +1,14 @@
+// The tests' main, for Catch2 2.13 and 3.
+#define CATCH_CONFIG_RUNNER
+#include "support/catch.h"
+
+#include <ATen/Parallel.h>
+
+#include "support/spawn.h"
+
+int main(int argc, char** argv) {
+  if (auto code = ddp::test::run_named_program(argc, argv)) return *code;
+  // No pool of threads in a process that forks ranks: a child would wait for threads that it does not have.
+  at::set_num_threads(1);
+  return Catch::Session().run(argc, argv);
+}
