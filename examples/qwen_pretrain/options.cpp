@@ -76,7 +76,7 @@ Options preset_options(const std::string& name) {
     options.max_steps = tiny ? 150 : 1000;
     options.lr = 3e-3;
     options.lr_scaling = "none";
-    options.warmup = tiny ? 20 : 100;
+    options.warmup = tiny ? 40 : 100;
     options.schedule = "cosine";
     options.dtype = "float32";
     options.log_every = 10;

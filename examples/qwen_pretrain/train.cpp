@@ -107,6 +107,7 @@ void train(const Options& options, Clock::time_point process_start) {
       if (!micro.last()) continue;
 
       if (options.clip > 0) ddp::clip_grad_norm(model, options.clip);
+      const double lr = schedule.lr();
       optim.step(), model.zero_grad(), schedule.step();
       stopped = preemption.requested();
       step_s.push_back(example::seconds_since(step_start));
@@ -118,7 +119,7 @@ void train(const Options& options, Clock::time_point process_start) {
         losses.reduce(group);
         checkpoints.set_loss(losses.last());
       }
-      progress.update(step, losses.last(), schedule.lr(), milestone);
+      progress.update(step, losses.last(), lr, milestone);
       checkpoints.step();
       if (done()) break;
       step_start = Clock::now();

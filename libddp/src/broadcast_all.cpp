@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "bytes.h"
 #include "ddp/collectives.h"
 #include "ddp/error.h"
 
@@ -40,7 +41,7 @@ void broadcast_all(const std::vector<Tensor>& tensors, const ProcessGroup& group
   for (const auto& [device, on_device] : by_device) {
     in_messages(on_device, kMessageBytes, [&](const std::vector<Tensor>& message) {
       std::vector<Tensor> bytes;
-      for (const auto& tensor : message) bytes.push_back(tensor.contiguous().view(-1).view(torch::kUInt8));
+      for (const auto& tensor : message) bytes.push_back(bytes_of(tensor));
       Tensor flat = bytes.size() == 1 ? bytes[0] : torch::cat(bytes);
       broadcast(flat, group);
       if (group.rank() == 0) return;

@@ -8,6 +8,7 @@
 #include <functional>
 #include <utility>
 
+#include "bytes.h"
 #include "ddp/error.h"
 #include "group_impl.h"
 
@@ -190,11 +191,6 @@ void store_result(const Tensor& value, Tensor& tensor) {
 }
 
 // Tensors that only travel do so as bytes, which every backend carries, whatever their dtype.
-Tensor to_bytes(const Tensor& tensor) {
-  torch::NoGradGuard no_grad;
-  return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch::kUInt8);
-}
-
 Tensor bytes_like(const Tensor& tensor) {
   return torch::empty({static_cast<int64_t>(tensor.nbytes())}, tensor.options().dtype(torch::kUInt8));
 }
@@ -238,7 +234,7 @@ Work broadcast_async(Tensor tensor, const ProcessGroup& group, int root) {
   call.require_tensor(tensor);
   call.require_root(root);
   if (group.size() == 1 || tensor.numel() == 0) return Work();
-  std::vector<Tensor> bytes{group.rank() == root || tensor.is_contiguous() ? to_bytes(tensor) : bytes_like(tensor)};
+  std::vector<Tensor> bytes{group.rank() == root || tensor.is_contiguous() ? detail::bytes_of(tensor) : bytes_like(tensor)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
   auto work = group.impl()->backend_for(tensor.device())->broadcast(bytes, options);
@@ -275,7 +271,7 @@ Work all_gather_async(std::vector<Tensor> outputs, const Tensor& tensor, const P
     return Work();
   }
   if (tensor.numel() == 0) return Work();
-  std::vector<Tensor> inputs{to_bytes(tensor)};
+  std::vector<Tensor> inputs{detail::bytes_of(tensor)};
   std::vector<std::vector<Tensor>> gathered(1);
   for (const auto& output : outputs) gathered[0].push_back(bytes_like(output));
   auto work = group.impl()->backend_for(tensor.device())->allgather(gathered, inputs, c10d::AllgatherOptions());
@@ -297,7 +293,7 @@ Work gather_async(std::vector<Tensor> outputs, const Tensor& tensor, const Proce
     return Work();
   }
   if (tensor.numel() == 0) return Work();
-  std::vector<Tensor> inputs{to_bytes(tensor)};
+  std::vector<Tensor> inputs{detail::bytes_of(tensor)};
   std::vector<std::vector<Tensor>> gathered;
   if (mine) {
     gathered.emplace_back();
@@ -328,7 +324,7 @@ Work scatter_async(Tensor output, const std::vector<Tensor>& inputs, const Proce
   std::vector<std::vector<Tensor>> parts;
   if (mine) {
     parts.emplace_back();
-    for (const auto& input : inputs) parts[0].push_back(to_bytes(input));
+    for (const auto& input : inputs) parts[0].push_back(detail::bytes_of(input));
   }
   c10d::ScatterOptions options;
   options.rootRank = root;
@@ -384,7 +380,7 @@ Work all_to_all_async(Tensor output, const Tensor& tensor, const ProcessGroup& g
   if (tensor.numel() == 0) return Work();
   GroupImpl& impl = *group.impl();
   const auto backend = impl.backend_for(tensor.device());
-  std::vector<Tensor> outgoing = to_bytes(tensor).chunk(group.size());
+  std::vector<Tensor> outgoing = detail::bytes_of(tensor).chunk(group.size());
   const Tensor received = bytes_like(output);
   std::vector<Tensor> incoming = received.chunk(group.size());
   auto work = std::make_unique<Work::Impl>();

@@ -59,6 +59,7 @@ void require_same_model(const std::vector<std::string>& lines, const ProcessGrou
 // State that backward reaches from the autograd graph, which may outlive the wrapper.
 struct Replica::Engine : std::enable_shared_from_this<Engine> {
   Place place;
+  std::vector<std::string> names;  // of the parameters, by the reducer's index
   bool static_graph = false;
   std::shared_ptr<c10d::Reducer> reducer;  // null in a world of one
 
@@ -96,11 +97,11 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
 
   void on_backward_end() {
     backward = -1;
-    if (const std::string names = names_without_gradient(*reducer); !names.empty()) {
+    if (const std::string without = names_without_gradient(*reducer, names); !without.empty()) {
       throw Error(fmt::format("[ddp::DistributedDataParallel] {}: no gradient reached: {}; the other gradients of this step "
                               "were not averaged. Use these parameters in the loss, or construct with "
                               "{{.find_unused_parameters = true}}",
-                              place.name(), names));
+                              place.name(), without));
     }
     pending = false;
   }
@@ -112,11 +113,12 @@ namespace {
 // undefined gradient, so that the reducer hears of every parameter.
 class Sink : public torch::autograd::Function<Sink> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                torch::autograd::variable_list outputs, std::function<void()> begin) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, at::TensorList inputs,
+                                                std::function<void()> begin) {
     context->set_materialize_grads(false);
     context->saved_data["begin"] = c10::IValue::make_capsule(c10::make_intrusive<Begin>(std::move(begin)));
-    for (auto& output : outputs) output = output.clone();
+    torch::autograd::variable_list outputs;
+    for (const auto& input : inputs) outputs.push_back(input.clone());
     return outputs;
   }
 
@@ -165,6 +167,7 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
 
   engine_ = std::make_shared<Engine>();
   engine_->place = group_.place();
+  for (const auto& [name, tensor] : parameters_) engine_->names.push_back(name);
   engine_->static_graph = options_.static_graph;
   if (group_.size() == 1) return;
 
@@ -222,7 +225,7 @@ void Replica::after_forward(const std::vector<Tensor*>& outputs) {
   values.clear();
   for (const Tensor* output : tracked) values.push_back(*output);
   if (values.empty()) return;
-  const auto passed = Sink::apply(values, std::function<void()>(begin));
+  const auto passed = Sink::apply(at::TensorList(values), std::function<void()>(begin));
   for (size_t i = 0; i < tracked.size(); ++i) *tracked[i] = passed[i];
 }
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 
+#include "bytes.h"
 #include "ddp/collectives.h"
 #include "ddp/error.h"
 
@@ -18,13 +19,9 @@ using Named = std::vector<std::pair<std::string, Tensor>>;
 
 constexpr int64_t kCompareBytes = int64_t{16} << 20;
 
-Tensor bytes_of(const Tensor& tensor) {
-  return tensor.detach().to(torch::kCPU).contiguous().view(-1).view(torch::kUInt8);
-}
-
 // FNV-1a over words, with a final mix: any flipped bit changes it.
 int64_t hash_of(const Tensor& tensor) {
-  const Tensor bytes = bytes_of(tensor);
+  const Tensor bytes = detail::bytes_of(tensor.detach().cpu());
   const auto* data = static_cast<const char*>(bytes.data_ptr());
   const auto size = static_cast<size_t>(bytes.numel());
   uint64_t hash = 0xcbf29ce484222325 ^ size;
@@ -92,7 +89,7 @@ bool replicas_equal(const std::vector<Tensor>& tensors, const ProcessGroup& grou
   torch::NoGradGuard no_grad;
   bool equal = true;
   for (const auto& tensor : tensors) {
-    const Tensor bytes = bytes_of(tensor);
+    const Tensor bytes = detail::bytes_of(tensor.detach().cpu());
     for (const Tensor& part : bytes.split(kCompareBytes)) {
       // The maximum of x and of its complement: both are x's own only where all ranks have x.
       const Tensor mine = torch::stack({part, part.bitwise_not()});

@@ -1,10 +1,13 @@
 #include "reducer.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/debug.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 
 #include <algorithm>
 #include <limits>
+#include <sstream>
 #include <unordered_map>
 
 #include "error_text.h"
@@ -89,28 +92,28 @@ std::shared_ptr<c10d::Reducer> make_reducer(const std::vector<std::pair<std::str
     reducer->register_comm_hook(std::make_unique<CompressionHook>(c10d_group, dtype));
   }
   if (options.static_graph) reducer->set_static_graph();
-  return reducer;
+  // When unused parameters change, the reducer writes to its logger without asking whether there is one. The logger owns
+  // the reducer, so that one pointer keeps both.
+  auto logger = std::make_shared<c10d::Logger>(reducer);
+  reducer->set_logger(logger);
+  return {std::move(logger), reducer.get()};
 }
 
-std::string names_without_gradient(c10d::Reducer& reducer) {
-  const auto complaint = [&]() -> std::string {
-    try {
-      reducer.check_finalized();
-      return "";
-    } catch (const std::exception& e) {
-      return error_text(e);
-    }
-  };
-  if (complaint().empty()) return "";
-  // The reducer names parameters only at this debug level.
-  const auto level = c10d::debug_level();
-  c10d::setDebugLevel(std::max(level, c10d::DebugLevel::Info));
-  const std::string text = complaint();
-  c10d::setDebugLevel(level);
-  const auto begin = text.find("did not receive grad for rank ");
-  if (begin == std::string::npos) return text;
-  const auto colon = text.find(": ", begin);
-  return text.substr(colon + 2, text.find('\n', colon) - colon - 2);
+std::string names_without_gradient(c10d::Reducer& reducer, const std::vector<std::string>& names) {
+  std::string text;
+  try {
+    reducer.check_finalized();
+    return "";
+  } catch (const std::exception& e) {
+    text = error_text(e);
+  }
+  // The reducer's text ends in "Parameter indices which did not receive grad for rank 0: 1 2".
+  const auto rank = text.rfind("did not receive grad for rank ");
+  if (rank == std::string::npos) return text;
+  std::istringstream indices(text.substr(text.find(':', rank) + 1));
+  std::vector<std::string> found;
+  for (size_t index = 0; indices >> index;) found.push_back(index < names.size() ? names[index] : "?");
+  return fmt::format("{}", fmt::join(found, ", "));
 }
 
 }  // namespace ddp::detail

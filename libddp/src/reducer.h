@@ -18,7 +18,8 @@ std::shared_ptr<c10d::Reducer> make_reducer(const std::vector<std::pair<std::str
                                             const std::vector<bool>& expect_sparse, const ProcessGroup& group,
                                             const DistributedDataParallelOptions& options);
 
-/// The names in the reducer's complaint about parameters that got no gradient, "" when that is not its complaint.
-std::string names_without_gradient(c10d::Reducer& reducer);
+/// The parameters that the backward which just ended left without a gradient, as "a.weight, b.weight"; "" when it reached
+/// all. `names` are by the reducer's index.
+std::string names_without_gradient(c10d::Reducer& reducer, const std::vector<std::string>& names);
 
 }  // namespace ddp::detail

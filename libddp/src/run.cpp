@@ -58,9 +58,10 @@ void write_error_file(const std::string& report, bool is_consequence) {
   if (path == nullptr || *path == '\0') return;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   // torchrun takes the earliest whole second for the root cause, the lowest rank among equals. Another rank's
-  // end is noticed within milliseconds, so what is only its consequence is dated one second later.
+  // end is noticed within milliseconds, at worst in the second before it is reported, so what is only its consequence is
+  // dated two seconds later.
   const long seconds =
-      std::chrono::duration_cast<std::chrono::seconds>(now).count() + (is_consequence ? 1 : 0);
+      std::chrono::duration_cast<std::chrono::seconds>(now).count() + (is_consequence ? 2 : 0);
   errno = 0;
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << error_report_json(report, seconds);

@@ -169,6 +169,8 @@ std::string CallLog::ask_peers() {
       if (!silent.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     if (!silent.empty()) said += fmt::format("; no word from rank {}", fmt::join(silent, ", "));
+    // The store ends with the rank that serves it: let the others read before this one ends.
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
   } catch (const std::exception&) {
     said += "; the store is gone, so the rank that serves it has ended";
   }

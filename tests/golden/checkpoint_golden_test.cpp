@@ -9,6 +9,7 @@
 #include "support/spawn.h"
 
 namespace fs = std::filesystem;
+using ddp::test::operator+;
 using ddp::State;
 using ddp::test::run_command;
 using ddp::test::TempDir;

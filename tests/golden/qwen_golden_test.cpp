@@ -1,7 +1,7 @@
 // The Qwen2 of the examples against transformers' (make_qwen_golden.py).
 #include <torch/torch.h>
 
-#include "../../examples/qwen_pretrain/config.cpp"
+#include "../../examples/qwen_pretrain/config.h"
 #include "../../examples/qwen_pretrain/model.h"
 #include "io/torch_file.h"
 #include "support/catch.h"

@@ -146,7 +146,7 @@ TEST_CASE("a parameter without a gradient is an error in the same backward, with
     DistributedDataParallel model(Two(), group);
     const auto out = model(input(group.rank() + 1), true, false);
     const auto text = message_of<ddp::Error>([&] { out.sum().backward(); });
-    DDP_CHECK(contains(text, "b.weight") && !contains(text, "a.weight") && contains(text, "find_unused_parameters"));
+    if (!contains(text, "no gradient reached: b.weight;") || !contains(text, "find_unused_parameters")) throw std::runtime_error(text);
   });
 }
 

@@ -89,6 +89,7 @@ DDP_TEST_PROGRAM(stopped_by_launcher) {
   return ddp::run([&] {
     auto group = ddp::ProcessGroup::from_env({.timeout = 20s});
     ddp::Preemption preemption(group);
+    ddp::barrier(group);  // both handlers are there
     if (group.rank() == 1) ::kill(::getppid(), SIGTERM);
     int steps = train(group, preemption);
     check_same_step(steps, group);

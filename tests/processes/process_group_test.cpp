@@ -140,6 +140,7 @@ TEST_CASE("keys of an earlier life in the store do no harm") {
   run_ranks(3, [](int rank) {
     // Rank 2 plays torchrun's agent and serves the store through two lives of ranks 0 and 1.
     setenv("WORLD_SIZE", "2", 1);
+    setenv("LOCAL_WORLD_SIZE", "2", 1);
     setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
     if (rank == 2) {
       c10d::TCPStoreOptions options;

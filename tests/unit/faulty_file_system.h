@@ -23,7 +23,10 @@ class FaultyFileSystem final : public io::FileSystem {
   int interruptions = 0;           ///< how many reads and writes are interrupted by a signal, in turns
   std::vector<std::string> calls;  ///< changes and syncs, by name
 
-  int create(const std::string& path) override { return failing("create") ? -error : real().create(path); }
+  int create(const std::string& path) override {
+    if (failing("create")) return -error;
+    return writing_ = real().create(path);
+  }
   int open(const std::string& path, bool follow) override { return real().open(path, follow); }
   int64_t write(int descriptor, const void* data, size_t size) override {
     if (failing("write")) return -error;
@@ -38,6 +41,8 @@ class FaultyFileSystem final : public io::FileSystem {
   int sync(int descriptor) override { return failing("fsync") ? -error : real().sync(descriptor); }
   int close(int descriptor) override {
     const int result = real().close(descriptor);
+    if (descriptor != writing_) return result;  // of a file that was read
+    writing_ = -1;
     return failing("close") ? -error : result;
   }
   int rename(const std::string& from, const std::string& to) override {
@@ -78,6 +83,7 @@ class FaultyFileSystem final : public io::FileSystem {
   }
 
   int count_ = 0;
+  int writing_ = -1;
   bool last_interrupted_ = false;
 };
 

@@ -77,6 +77,7 @@ std::string bytes_of(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 void write_bytes(const fs::path& path, const std::string& bytes) {
+  fs::remove(path);  // ext4 flushes a file that is truncated and written again
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
@@ -284,6 +285,7 @@ TEST_CASE("tensors that do not fit their storage are refused") {
   };
   CHECK(outcome(tensor("0", 4, 0, {2, 2}, {2, 1})).as_tensor().numel() == 4);
   CHECK(outcome(tensor("0", 4, 4, {0}, {1})).as_tensor().numel() == 0);
+  CHECK(outcome(tensor("0", 4, 5, {1, 0}, {3, 1})).as_tensor().numel() == 0);  // as PyTorch writes
   const int64_t big = int64_t{1} << 62;
   struct Row {
     int64_t offset;
@@ -292,7 +294,7 @@ TEST_CASE("tensors that do not fit their storage are refused") {
   for (const Row& row :
        {Row{0, {5}, {1}}, Row{1, {4}, {1}}, Row{0, {2, 2}, {3, 2}}, Row{-1, {1}, {1}}, Row{0, {-1}, {1}},
         Row{0, {2}, {-1}}, Row{0, {big, big}, {0, 0}}, Row{0, {2}, {big}}, Row{big, {1}, {1}},
-        Row{0, {4}, {}}, Row{0, {big}, {0}}, Row{5, {0}, {1}}, Row{INT64_MAX, {2}, {1}}}) {
+        Row{0, {4}, {}}, Row{0, {big}, {0}}, Row{INT64_MAX, {2}, {1}}}) {
     CHECK_THAT(
         message_of<CheckpointError>([&] { outcome(tensor("0", 4, row.offset, row.sizes, row.strides)); }),
         ContainsSubstring("does not fit its storage"));
@@ -336,10 +338,12 @@ TEST_CASE("damaged files: every byte cut, flipped payloads, appended bytes, miss
     std::string bad = good;
     bad[i] ^= 0x01;
     write_bytes(dir / "bad.pt", bad);
+    State back = state;
     try {
-      CHECK(load(dir / "bad.pt") == state);
+      back = load(dir / "bad.pt");
     } catch (const CheckpointError&) {
     }
+    CHECK(back == state);
   }
 
   write_records(dir / "none.pt", {{"byteorder", "little"}});

@@ -147,7 +147,7 @@ TEST_CASE("a command line that cannot be used is refused with its reason") {
       {{"--random-data", "--clip", "-1"}, "--clip"},
       {{"--random-data", "--lr", "nan"}, "--lr"},
       {{"--random-data", "--epoch", "3"}, "epoch"},  // no guessing of abbreviations
-      {{"--random-data", "stray"}, "positional"},
+      {{"stray", "--random-data"}, "positional"},
       {{"--random-data", "--batch", "four"}, "four"},
   };
   for (const auto& [arguments, text] : faults) {

@@ -10,6 +10,7 @@
 #include "../../examples/qwen_pretrain/data.h"
 #include "../../examples/qwen_pretrain/losses.h"
 #include "../../examples/qwen_pretrain/plot.h"
+#include "ddp/error.h"
 #include "support/catch.h"
 
 namespace {

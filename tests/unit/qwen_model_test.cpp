@@ -1,8 +1,10 @@
 // examples/qwen_pretrain: the model by its formulas. tests/golden/qwen_golden_test.cpp compares it with transformers.
 #include <torch/torch.h>
 
+#include <cmath>
+
 #include "../../examples/qwen_pretrain/model.h"
-#include "../../examples/qwen_pretrain/sample.cpp"
+#include "../../examples/qwen_pretrain/sample.h"
 #include "support/catch.h"
 
 namespace {

@@ -18,7 +18,8 @@
 //     for (auto epoch : ddp::epochs(sampler, 10)) {            // sets the epoch, begins where resume() left off
 //       for (auto&& [batch, micro] : epoch.accumulate(*loader, 4)) {
 //         auto guard = model.no_sync(!micro.last());           // average on the last of four only
-//         auto loss = torch::mse_loss(model(batch.data), batch.target);
+//         auto x = batch.data.to(group.device()), y = batch.target.to(group.device());
+//         auto loss = torch::mse_loss(model(x), y);
 //         (loss / micro.count()).backward();
 //         if (!micro.last()) continue;
 //         ddp::clip_grad_norm(model, 1.0);

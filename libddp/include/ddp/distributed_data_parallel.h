@@ -127,7 +127,7 @@ class DistributedDataParallel {
 
   const M& module() const { return module_; }
   std::shared_ptr<torch::nn::Module> shared_module() const { return replica_->module(); }
-  auto* operator->() const { return &*module_; }
+  auto* operator->() const { return pointer(module_).get(); }
 
   const ProcessGroup& group() const { return replica_->group(); }
   const std::shared_ptr<detail::Replica>& replica() const { return replica_; }
@@ -146,11 +146,11 @@ class DistributedDataParallel {
 
  private:
   template <class T>
-  static std::shared_ptr<torch::nn::Module> pointer(const std::shared_ptr<T>& module) {
+  static std::shared_ptr<T> pointer(const std::shared_ptr<T>& module) {
     return module;
   }
   template <class T>
-  static std::shared_ptr<torch::nn::Module> pointer(const torch::nn::ModuleHolder<T>& module) {
+  static std::shared_ptr<T> pointer(const torch::nn::ModuleHolder<T>& module) {
     return module.ptr();
   }
 

@@ -103,6 +103,7 @@ concept WrapsModule = requires(T& object) {
 
 template <class T>
 concept HoldsModule = requires(T& object) {
+  { object.is_empty() } -> std::convertible_to<bool>;
   { object.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
 };
 
@@ -127,7 +128,7 @@ Stateful stateful(T& object) {
   if constexpr (detail::WrapsModule<T>) {
     return stateful(std::shared_ptr<torch::nn::Module>(object.shared_module()));
   } else if constexpr (detail::HoldsModule<T>) {
-    return stateful(std::shared_ptr<torch::nn::Module>(object.ptr()));
+    return stateful(std::shared_ptr<torch::nn::Module>(object.is_empty() ? nullptr : object.ptr()));
   } else if constexpr (std::is_convertible_v<T&, std::shared_ptr<torch::nn::Module>>) {
     return stateful(std::shared_ptr<torch::nn::Module>(object));
   } else if constexpr (std::is_base_of_v<torch::nn::Module, T>) {
