@@ -5,17 +5,17 @@
 //   torchrun --no-python --nproc-per-node 2 ./mini_train_profiled         2 ranks
 //
 //   Step 0
-//    forward : 15.90 ms
-//    backward: 96.31 ms
-//    update  : 14.52 ms
+//    forward : 62.48 ms
+//    backward: 336.31 ms
+//    update  : 156.93 ms
 //   ...
 //   median of 20 steps, ms     overlap       naive
-//   forward                      14.62       14.70
-//   backward                     83.10       41.37
-//   reduce                           -       51.87     (overlap: within backward)
-//   update                       13.99       13.85
-//   gradients: 67,125,248 bytes; a ring moves 2(n-1)/n of them per rank and step: 67,125,248
-//   sent per rank and step through network interfaces: 67,312,112
+//   forward                       81.33       61.13
+//   backward                     241.84      111.84
+//   reduce                         0.00      264.69     (overlap: within backward)
+//   update                        48.22       65.45
+//   gradients: 67125248 bytes; per step and rank a ring moves 2(n-1)/n of that: 67125248
+//   sent per step and rank through network interfaces: 67213725 bytes
 //
 // The invariant: per rank and step, no more than 2(n-1)/n times the gradients' size travels, however many ranks there
 // are. `--trace FILE` shows rank 0's steps on a time line (ui.perfetto.dev).
