@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <set>
@@ -71,7 +73,12 @@ DDP_TEST_PROGRAM(print_env) {
 DDP_TEST_PROGRAM(boom) {
   return ddp::run([] {
     if (env_int("RANK") == 1) throw std::runtime_error("boom of the C++ program");
-    std::this_thread::sleep_for(30ms);
+    // A consequence comes after its cause: wait, up to 5 s, for rank 1's report, and give it the time to end, since
+    // torchrun ends with a signal whoever is still there when it sees the first failure.
+    const auto mine = std::filesystem::path(std::getenv("TORCHELASTIC_ERROR_FILE"));
+    const auto cause = mine.parent_path().parent_path() / "1" / mine.filename();
+    for (int i = 0; i < 500 && !std::filesystem::exists(cause); ++i) std::this_thread::sleep_for(10ms);
+    std::this_thread::sleep_for(300ms);
     throw ddp::PeerError("[ddp::all_reduce] rank 0/2: rank 1 is gone");
   });
 }
