@@ -26,15 +26,12 @@ bool is_nonce(std::string_view text) {
   return text.size() == kNonceDigits && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
 }
 
-[[noreturn]] void fail(std::string_view who, const fs::path& path, std::string_view operation,
-                       int64_t result) {
+[[noreturn]] void fail(std::string_view who, const fs::path& path, std::string_view operation, int64_t result) {
   throw CheckpointError(fmt::format("[ddp::{}] {}: {} failed: {}", who, path.string(), operation,
                                     std::strerror(static_cast<int>(-result))));
 }
 
-fs::path directory_of(const fs::path& path) {
-  return path.has_parent_path() ? path.parent_path() : fs::path(".");
-}
+fs::path directory_of(const fs::path& path) { return path.has_parent_path() ? path.parent_path() : fs::path("."); }
 
 void write_all(io::FileSystem& files, int descriptor, const char* data, size_t size, const fs::path& path) {
   while (size > 0) {
@@ -75,11 +72,10 @@ void write_file_atomically(const fs::path& path, const std::function<void(const 
   constexpr std::string_view kWho = "write_file_atomically";
   io::FileSystem& files = io::file_system();
   const fs::path draft =
-      directory_of(path) / fmt::format("{}_tmp.{}{}", temporary.empty() ? path.stem().string() : temporary,
-                                       nonce(), path.extension().string());
+      directory_of(path) / fmt::format("{}_tmp.{}{}", temporary.empty() ? path.stem().string() : temporary, nonce(),
+                                       path.extension().string());
   int descriptor = io::retry_interrupted([&] { return files.create(draft.string()); });
-  if (descriptor < 0)
-    fail(kWho, path, fmt::format("creating the temporary {}", draft.filename().string()), descriptor);
+  if (descriptor < 0) fail(kWho, path, fmt::format("creating the temporary {}", draft.filename().string()), descriptor);
   Cleanup cleanup(files, draft);
   {
     io::Descriptor file(files, descriptor);
@@ -131,8 +127,7 @@ void make_directories(const fs::path& path) {
   }
   // What exists may be a file; a link to a directory is as good as one.
   std::vector<std::string> names;
-  if (int result = files.list(path.string(), names); result < 0)
-    fail(kWho, path, "opening the directory", result);
+  if (int result = files.list(path.string(), names); result < 0) fail(kWho, path, "opening the directory", result);
 }
 
 }  // namespace ddp

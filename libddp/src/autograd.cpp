@@ -68,9 +68,10 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
 
 void require_linear(const char* name, const ProcessGroup& group, ReduceOp op) {
   if (op == ReduceOp::kSum || op == ReduceOp::kAvg) return;
-  throw MismatchError(fmt::format("[ddp::autograd::{}] {}: only the sum and the mean have a gradient here; call ddp::{} for "
-                                  "other operations",
-                                  name, group.place().name(), name));
+  throw MismatchError(
+      fmt::format("[ddp::autograd::{}] {}: only the sum and the mean have a gradient here; call ddp::{} for "
+                  "other operations",
+                  name, group.place().name(), name));
 }
 
 }  // namespace

@@ -71,9 +71,10 @@ void average_all(const std::vector<std::pair<std::string, Tensor>>& parameters, 
     Tensor& grad = parameter.mutable_grad();
     if (!grad.defined()) grad = torch::zeros_like(parameter);
     if (grad.layout() != torch::kStrided) {
-      throw MismatchError(fmt::format("[ddp::reduce_gradients] {}: the gradient of {} is sparse; let a synchronised backward "
-                                      "average it",
-                                      group.place().name(), name));
+      throw MismatchError(
+          fmt::format("[ddp::reduce_gradients] {}: the gradient of {} is sparse; let a synchronised backward "
+                      "average it",
+                      group.place().name(), name));
     }
     by_kind[fmt::format("{} {}", grad.device().str(), c10::toString(grad.scalar_type()))].push_back(grad);
   }

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <cstring>
 #include <unordered_map>
@@ -92,8 +92,7 @@ State parameter_order(const torch::optim::Optimizer& optimizer,
     for (const auto& param : group.params()) {
       const auto found = names.find(param.unsafeGetTensorImpl());
       State::Tuple sizes{{param.sizes().begin(), param.sizes().end()}};
-      params.items.push_back(
-          State::tuple({found == names.end() ? std::string() : found->second, std::move(sizes)}));
+      params.items.push_back(State::tuple({found == names.end() ? std::string() : found->second, std::move(sizes)}));
     }
     groups.items.emplace_back(std::move(params));
   }

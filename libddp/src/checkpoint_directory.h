@@ -45,8 +45,7 @@ std::vector<CheckpointName> list_checkpoints(const std::filesystem::path& direct
 /// Deletes all but the `keep` newest of the checkpoints up to `written`, never `written` itself, the target
 /// of latest or one of a later step (left there by another run). Returns what could not be deleted, a line
 /// each. 0 keeps all. Requires: latest has been moved to `written`.
-std::vector<std::string> rotate(const std::filesystem::path& directory, int64_t keep,
-                                const CheckpointName& written);
+std::vector<std::string> rotate(const std::filesystem::path& directory, int64_t keep, const CheckpointName& written);
 
 /// Deletes what killed saves have left: temporaries of atomic_file.h's pattern, nothing else. Returns how
 /// many.

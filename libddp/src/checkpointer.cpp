@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <algorithm>
 #include <chrono>
@@ -94,16 +94,13 @@ Checkpointer::Checkpointer(fs::path directory, ProcessGroup group, CheckpointerO
 Checkpointer& Checkpointer::add(const std::string& name, Stateful object) {
   if (name.empty()) throw ConfigError("[ddp::Checkpointer] an object is tracked under an empty name");
   for (const Tracked& other : tracked_) {
-    if (other.name == name)
-      throw ConfigError(fmt::format("[ddp::Checkpointer] \"{}\" is tracked twice", name));
+    if (other.name == name) throw ConfigError(fmt::format("[ddp::Checkpointer] \"{}\" is tracked twice", name));
   }
   tracked_.push_back({name, std::move(object)});
   return *this;
 }
 
-std::string Checkpointer::who() const {
-  return fmt::format("[ddp::Checkpointer] {}:", group_.place().name());
-}
+std::string Checkpointer::who() const { return fmt::format("[ddp::Checkpointer] {}:", group_.place().name()); }
 
 // --- saving
 
@@ -133,9 +130,8 @@ void Checkpointer::save() {
   }
   outcome = broadcast_object(outcome, group_);
   if (outcome.empty() || outcome[0] != '+') {
-    throw CheckpointError(fmt::format("{} step {} was not saved to {}: {}; the previous checkpoint stands",
-                                      who(), step_, directory_.string(),
-                                      outcome.substr(std::min<size_t>(1, outcome.size()))));
+    throw CheckpointError(fmt::format("{} step {} was not saved to {}: {}; the previous checkpoint stands", who(),
+                                      step_, directory_.string(), outcome.substr(std::min<size_t>(1, outcome.size()))));
   }
   saved_step_ = step_;
   last_saved_ = directory_ / outcome.substr(1);
@@ -197,18 +193,15 @@ void Checkpointer::commit(const Snapshot& snapshot) const {
   make_directories(directory_);
   const std::string name = snapshot.name.text();
   write_file_atomically(
-      directory_ / name,
-      [&](const Append& append) { io::write_torch_file(snapshot.state, append, snapshot.ordered); },
+      directory_ / name, [&](const Append& append) { io::write_torch_file(snapshot.state, append, snapshot.ordered); },
       detail::kTemporaryStem);
   swap_symlink(directory_ / detail::kLatestName, name);
 
   // The new checkpoint is safe: what goes wrong from here on is no failed save.
   std::vector<std::string> problems;
-  const std::string failure =
-      failure_of([&] { problems = detail::rotate(directory_, options_.keep, snapshot.name); });
+  const std::string failure = failure_of([&] { problems = detail::rotate(directory_, options_.keep, snapshot.name); });
   if (!failure.empty()) problems.push_back(failure);
-  for (const std::string& problem : problems)
-    log::warn(group_, fmt::format("[ddp::Checkpointer] {}", problem));
+  for (const std::string& problem : problems) log::warn(group_, fmt::format("[ddp::Checkpointer] {}", problem));
 }
 
 // --- resuming
@@ -224,8 +217,7 @@ Resumed Checkpointer::resume() {
 }
 
 Resumed Checkpointer::resume(const fs::path& file) {
-  return follow({.failure = "", .file = file.string(), .through_link = true, .is_latest = false},
-                std::nullopt);
+  return follow({.failure = "", .file = file.string(), .through_link = true, .is_latest = false}, std::nullopt);
 }
 
 Checkpointer::Decision Checkpointer::choose(std::optional<Loaded>& loaded) const {
@@ -244,13 +236,10 @@ Checkpointer::Decision Checkpointer::choose(std::optional<Loaded>& loaded) const
       continue;
     }
     if (!rejected.empty()) {
-      log::warn(group_,
-                fmt::format("[ddp::Checkpointer] falling back to {}: {}", name, fmt::join(rejected, "; ")));
+      log::warn(group_, fmt::format("[ddp::Checkpointer] falling back to {}: {}", name, fmt::join(rejected, "; ")));
     }
-    return {.failure = "",
-            .file = (directory_ / name).string(),
-            .through_link = false,
-            .is_latest = name == latest.name};
+    return {
+        .failure = "", .file = (directory_ / name).string(), .through_link = false, .is_latest = name == latest.name};
   }
   if (rejected.empty()) return {};
   throw CheckpointError(fmt::format(
@@ -302,8 +291,8 @@ void Checkpointer::check(Loaded& loaded) const {
   const State* libddp = state.find(detail::kLibddpKey);
   if (libddp && libddp->at("format").as_int() > detail::kCheckpointFormat) {
     throw CheckpointError(fmt::format("format {} of libddp {}, this is libddp {}, which knows format {}",
-                                      libddp->at("format").as_int(), libddp->at("version").as_string(),
-                                      version(), detail::kCheckpointFormat));
+                                      libddp->at("format").as_int(), libddp->at("version").as_string(), version(),
+                                      detail::kCheckpointFormat));
   }
   if (libddp) detail::random_states(*libddp);
 
@@ -314,8 +303,7 @@ void Checkpointer::check(Loaded& loaded) const {
     if (item.is_top_level() && !state.find(item.key())) {
       throw CheckpointError(fmt::format("the key \"{}\" is missing", item.key()));
     }
-    if (!item.is_top_level() && !(libddp && libddp->at("tracked").find(item.name)))
-      not_there.push_back(item.name);
+    if (!item.is_top_level() && !(libddp && libddp->at("tracked").find(item.name))) not_there.push_back(item.name);
   }
   const LoadOptions options{.optimizer_options_from_file = options_.optimizer_options_from_file};
   for (const Tracked& item : tracked_) {
@@ -324,10 +312,8 @@ void Checkpointer::check(Loaded& loaded) const {
       for (const auto& remark : item.object.check(*state.find(item.key()), options)) {
         loaded.remarks.push_back(fmt::format("{}: {}", item.name, remark));
       }
-      const State* order =
-          libddp && item.object.optimizer() ? libddp->at("parameter_order").find(item.name) : nullptr;
-      if (order)
-        detail::check_parameter_order(detail::parameter_order(*item.object.optimizer(), modules), *order);
+      const State* order = libddp && item.object.optimizer() ? libddp->at("parameter_order").find(item.name) : nullptr;
+      if (order) detail::check_parameter_order(detail::parameter_order(*item.object.optimizer(), modules), *order);
     });
     if (!failure.empty()) throw CheckpointError(fmt::format("{}: {}", item.key(), failure));
   }
@@ -362,10 +348,9 @@ void Checkpointer::apply(const State& state) {
     if (rank < random.size()) {
       detail::set_random_state(random[rank], group_.device());
     } else {
-      log::warn(
-          group_,
-          fmt::format("[ddp::Checkpointer] the file has random states of {} ranks; this rank keeps its own",
-                      random.size()));
+      log::warn(group_,
+                fmt::format("[ddp::Checkpointer] the file has random states of {} ranks; this rank keeps its own",
+                            random.size()));
     }
   }
   step_ = step;

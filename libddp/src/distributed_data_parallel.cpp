@@ -48,9 +48,10 @@ void require_same_model(const std::vector<std::string>& lines, const ProcessGrou
       if (!std::getline(first, expected)) expected = "nothing more";
       if (!std::getline(other, found)) found = "nothing more";
     } while (expected == found);
-    throw MismatchError(fmt::format("[ddp::DistributedDataParallel] {}: ranks built different models: rank 0 has {}, rank "
-                                    "{} has {}; build the same module on all ranks",
-                                    group.place().name(), expected, rank, found));
+    throw MismatchError(
+        fmt::format("[ddp::DistributedDataParallel] {}: ranks built different models: rank 0 has {}, rank "
+                    "{} has {}; build the same module on all ranks",
+                    group.place().name(), expected, rank, found));
   }
 }
 
@@ -63,10 +64,10 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
   bool static_graph = false;
   std::shared_ptr<c10d::Reducer> reducer;  // null in a world of one
 
-  bool expecting = false;      // a synchronised forward waits for its backward
-  int backward = -1;           // graph task of the synchronised backward that runs now
-  bool delay_enqueued = false; // static graph: the first backward reduces at its end
-  bool pending = false;        // gradients of no_sync passes wait to be averaged
+  bool expecting = false;       // a synchronised forward waits for its backward
+  int backward = -1;            // graph task of the synchronised backward that runs now
+  bool delay_enqueued = false;  // static graph: the first backward reduces at its end
+  bool pending = false;         // gradients of no_sync passes wait to be averaged
   bool warned = false;
 
   // Called when the gradient of an output arrives: the begin of a backward, as far as this model is concerned.
@@ -78,10 +79,11 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
     const int task = torch::autograd::get_current_graph_task_id();
     if (task == backward) return;
     if (!expecting) {
-      throw Error(fmt::format("[ddp::DistributedDataParallel] {}: this is the second backward since the last synchronised "
-                              "forward, and its gradients would stay local; call forward again, or run all but the last "
-                              "backward under no_sync()",
-                              place.name()));
+      throw Error(
+          fmt::format("[ddp::DistributedDataParallel] {}: this is the second backward since the last synchronised "
+                      "forward, and its gradients would stay local; call forward again, or run all but the last "
+                      "backward under no_sync()",
+                      place.name()));
     }
     expecting = false;
     if (reducer == nullptr) return;
@@ -91,17 +93,19 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
     queue_last(3, [self = shared_from_this()] { self->on_backward_end(); });
     if (static_graph && !delay_enqueued) {
       delay_enqueued = true;
-      torch::autograd::Engine::get_default_engine().queue_callback([reducer = reducer] { reducer->delay_all_reduce(); });
+      torch::autograd::Engine::get_default_engine().queue_callback(
+          [reducer = reducer] { reducer->delay_all_reduce(); });
     }
   }
 
   void on_backward_end() {
     backward = -1;
     if (const std::string without = names_without_gradient(*reducer, names); !without.empty()) {
-      throw Error(fmt::format("[ddp::DistributedDataParallel] {}: no gradient reached: {}; the other gradients of this step "
-                              "were not averaged. Use these parameters in the loss, or construct with "
-                              "{{.find_unused_parameters = true}}",
-                              place.name(), without));
+      throw Error(
+          fmt::format("[ddp::DistributedDataParallel] {}: no gradient reached: {}; the other gradients of this step "
+                      "were not averaged. Use these parameters in the loss, or construct with "
+                      "{{.find_unused_parameters = true}}",
+                      place.name(), without));
     }
     pending = false;
   }
@@ -155,7 +159,8 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
   for (const auto& entry : module_->named_modules()) {
     const auto* embedding = entry.value()->as<torch::nn::EmbeddingImpl>();
     const auto* bag = entry.value()->as<torch::nn::EmbeddingBagImpl>();
-    const bool sparse = (embedding != nullptr && embedding->options.sparse()) || (bag != nullptr && bag->options.sparse());
+    const bool sparse =
+        (embedding != nullptr && embedding->options.sparse()) || (bag != nullptr && bag->options.sparse());
     for (const auto& parameter : entry.value()->named_parameters(/*recurse=*/false)) {
       if (!parameter.value().requires_grad() || !seen.insert(parameter.value().unsafeGetTensorImpl()).second) continue;
       const std::string prefix = entry.key().empty() ? "" : entry.key() + ".";
@@ -163,7 +168,8 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
       expect_sparse.push_back(sparse);
     }
   }
-  if (parameters_.empty()) refuse("the module has no parameter that requires a gradient, so there is nothing to average");
+  if (parameters_.empty())
+    refuse("the module has no parameter that requires a gradient, so there is nothing to average");
 
   engine_ = std::make_shared<Engine>();
   engine_->place = group_.place();
@@ -175,7 +181,8 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
   group_ = group_.duplicate("ddp");
   std::vector<std::string> lines;
   std::vector<Tensor> state;
-  for (const auto& [name, tensor] : parameters_) lines.push_back(fmt::format("parameter {} {}", name, describe(tensor)));
+  for (const auto& [name, tensor] : parameters_)
+    lines.push_back(fmt::format("parameter {} {}", name, describe(tensor)));
   for (const auto& entry : module_->named_parameters()) state.push_back(entry.value());
   for (const auto& entry : module_->named_buffers()) {
     lines.push_back(fmt::format("buffer {} {}", entry.key(), describe(entry.value())));
@@ -232,8 +239,9 @@ void Replica::after_forward(const std::vector<Tensor*>& outputs) {
 void Replica::zero_grad() {
   if (engine_->pending && group_.size() > 1 && !engine_->warned) {
     engine_->warned = true;
-    log::warn(group_, "[ddp::DistributedDataParallel] gradients of no_sync passes are dropped that were never averaged; run "
-                      "the last forward of a window without no_sync, or call reduce_gradients()");
+    log::warn(group_,
+              "[ddp::DistributedDataParallel] gradients of no_sync passes are dropped that were never averaged; run "
+              "the last forward of a window without no_sync, or call reduce_gradients()");
   }
   engine_->pending = false;
   for (const auto& [name, tensor] : parameters_) tensor.mutable_grad().reset();
@@ -243,9 +251,10 @@ bool Replica::gradients_pending() const { return engine_->pending && group_.size
 
 void Replica::require_synchronised(const char* who) const {
   if (!gradients_pending()) return;
-  throw Error(fmt::format("[ddp::{}] {}: the gradients of no_sync passes have not been averaged yet; run the last forward of "
-                          "the window without no_sync, or call reduce_gradients()",
-                          who, group_.place().name()));
+  throw Error(
+      fmt::format("[ddp::{}] {}: the gradients of no_sync passes have not been averaged yet; run the last forward of "
+                  "the window without no_sync, or call reduce_gradients()",
+                  who, group_.place().name()));
 }
 
 void Replica::reduce_gradients() {

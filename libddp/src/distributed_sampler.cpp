@@ -128,8 +128,7 @@ DistributedSampler::DistributedSampler(size_t dataset_size, const ProcessGroup& 
 
 void DistributedSampler::set_epoch(int64_t epoch) {
   if (epoch < 0) {
-    throw ConfigError(
-        fmt::format("[ddp::DistributedSampler] {}: epoch {} is negative", shared_->place.name(), epoch));
+    throw ConfigError(fmt::format("[ddp::DistributedSampler] {}: epoch {} is negative", shared_->place.name(), epoch));
   }
   std::lock_guard lock(shared_->mutex);
   shared_->move_to(epoch, 0);

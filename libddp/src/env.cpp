@@ -56,9 +56,8 @@ class Variables {
       return std::nullopt;
     }
     if (*value < low || *value > high) {
-      fault(high == kMaxInt
-                ? fmt::format("{}={} is out of range: expected {} or more", name, *text, low)
-                : fmt::format("{}={} is out of range: expected {} to {}", name, *text, low, high));
+      fault(high == kMaxInt ? fmt::format("{}={} is out of range: expected {} or more", name, *text, low)
+                            : fmt::format("{}={} is out of range: expected {} to {}", name, *text, low, high));
       return std::nullopt;
     }
     return static_cast<int>(*value);
@@ -74,9 +73,8 @@ class Variables {
 
   void throw_if_faulty(Launcher launcher, std::string_view remedy) const {
     if (faults_.empty()) return;
-    throw ConfigError(fmt::format("[ddp::read_env] the variables of {} have {} fault{}:\n  {}\n{}",
-                                  to_string(launcher), faults_.size(), faults_.size() == 1 ? "" : "s",
-                                  fmt::join(faults_, "\n  "), remedy));
+    throw ConfigError(fmt::format("[ddp::read_env] the variables of {} have {} fault{}:\n  {}\n{}", to_string(launcher),
+                                  faults_.size(), faults_.size() == 1 ? "" : "s", fmt::join(faults_, "\n  "), remedy));
   }
 
  private:
@@ -88,8 +86,8 @@ void read_place(Variables& v, Env& env, const std::string& rank_name, const std:
   auto rank = v.required(rank_name, 0);
   const auto size = v.required(size_name, 1);
   if (rank && size && *rank >= *size) {
-    v.fault(fmt::format("{}={} is outside a world of {}={}: expected 0 to {}", rank_name, *rank, size_name,
-                        *size, *size - 1));
+    v.fault(fmt::format("{}={} is outside a world of {}={}: expected 0 to {}", rank_name, *rank, size_name, *size,
+                        *size - 1));
     rank = 0;  // one fault, not one more for all that would follow from it
   }
   env.rank = rank.value_or(0);
@@ -99,11 +97,11 @@ void read_place(Variables& v, Env& env, const std::string& rank_name, const std:
 void check_local(Variables& v, const Env& env, const std::string& rank_name, const std::string& size_name) {
   if (env.world_size == 0) return;
   if (env.local_world_size > env.world_size) {
-    v.fault(fmt::format("{} says {} processes on this host, more than the world of {}", size_name,
-                        env.local_world_size, env.world_size));
+    v.fault(fmt::format("{} says {} processes on this host, more than the world of {}", size_name, env.local_world_size,
+                        env.world_size));
   } else if (env.local_rank >= env.local_world_size) {
-    v.fault(fmt::format("{}={} is outside this host's {} processes ({}): expected 0 to {}", rank_name,
-                        env.local_rank, env.local_world_size, size_name, env.local_world_size - 1));
+    v.fault(fmt::format("{}={} is outside this host's {} processes ({}): expected 0 to {}", rank_name, env.local_rank,
+                        env.local_world_size, size_name, env.local_world_size - 1));
   }
 }
 
@@ -116,8 +114,8 @@ void read_local(Variables& v, Env& env, const std::string& rank_name, const std:
   env.local_world_size = size.value_or(env.world_size);
   env.local_rank = rank.value_or(env.rank);
   if (!rank && env.local_world_size < env.world_size) {
-    v.missing(rank_name, fmt::format(" ({}={} of {} processes are on this host)", size_name,
-                                     env.local_world_size, env.world_size));
+    v.missing(rank_name, fmt::format(" ({}={} of {} processes are on this host)", size_name, env.local_world_size,
+                                     env.world_size));
     return;
   }
   check_local(v, env, rank_name, size_name);
@@ -129,8 +127,7 @@ void read_master_addr(Variables& v, Env& env) {
   if (addr->empty()) {
     v.fault("MASTER_ADDR is empty");
   } else if (addr->find_first_not_of("0123456789") == std::string::npos) {
-    v.fault(
-        fmt::format("MASTER_ADDR={} is a bare number, not a host: is it swapped with MASTER_PORT?", *addr));
+    v.fault(fmt::format("MASTER_ADDR={} is a bare number, not a host: is it swapped with MASTER_PORT?", *addr));
   } else if (addr->find_first_of(" \t\n") != std::string::npos) {
     v.fault(fmt::format("MASTER_ADDR=\"{}\" has a blank in it", *addr));
   } else if (std::count(addr->begin(), addr->end(), ':') == 1) {
@@ -193,15 +190,13 @@ void read_slurm_local(Variables& v, Env& env, int hosts) {
   } else if (per_node) {
     try {
       const auto counts = detail::expand_slurm_counts(*per_node);
-      const bool uniform =
-          std::all_of(counts.begin(), counts.end(), [&](int n) { return n == counts.front(); });
+      const bool uniform = std::all_of(counts.begin(), counts.end(), [&](int n) { return n == counts.front(); });
       if (node && *node < static_cast<int>(counts.size())) {
         env.local_world_size = counts[static_cast<size_t>(*node)];
       } else if (uniform) {
         env.local_world_size = counts.front();
       } else {
-        v.fault(fmt::format("SLURM_NODEID does not say which host of SLURM_TASKS_PER_NODE={} this is",
-                            *per_node));
+        v.fault(fmt::format("SLURM_NODEID does not say which host of SLURM_TASKS_PER_NODE={} this is", *per_node));
       }
     } catch (const ConfigError& e) {
       v.fault(e.what());
@@ -247,8 +242,7 @@ Env slurm_env(Variables& v) {
     if (!v.has("MASTER_PORT")) {
       // Steps of one job and jobs one after the other get different ports.
       const auto job = parse<uint64_t>(env.run_id);
-      const auto step =
-          parse<uint64_t>(v.first_of({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("0")).value_or(0);
+      const auto step = parse<uint64_t>(v.first_of({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("0")).value_or(0);
       if (job) {
         port = static_cast<uint16_t>(kFirstPort + (*job * 257 + step) % kPorts);
       } else if (v.has("SLURM_JOB_ID")) {
@@ -278,16 +272,14 @@ Env open_mpi_env(Variables& v) {
   env.run_id = v.first_of({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}).value_or("");
   if (env.world_size != 1) {
     const bool several_hosts = env.world_size > 1 && env.local_world_size < env.world_size;
-    if (several_hosts && !v.has("MASTER_ADDR"))
-      v.missing("MASTER_ADDR", ", and the ranks are on several hosts");
+    if (several_hosts && !v.has("MASTER_ADDR")) v.missing("MASTER_ADDR", ", and the ranks are on several hosts");
     if (env.run_id.empty() && !v.has("MASTER_PORT"))
       v.missing("MASTER_PORT", ", and mpirun names no job to derive it from");
     read_master_or(v, env, "127.0.0.1", static_cast<uint16_t>(kFirstPort + fnv1a(env.run_id) % kPorts));
   }
-  v.throw_if_faulty(
-      env.launcher,
-      "Start the program with mpirun; on several hosts pass the host of rank 0 and a free port there: "
-      "mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...");
+  v.throw_if_faulty(env.launcher,
+                    "Start the program with mpirun; on several hosts pass the host of rank 0 and a free port there: "
+                    "mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=29500 ...");
   return env;
 }
 
@@ -327,8 +319,8 @@ Env read_env() {
 
 std::optional<int> pick_device(int local_rank, int local_world, int visible, bool one_per_task) {
   if (local_world < 1 || local_rank < 0 || local_rank >= local_world) {
-    throw ConfigError(fmt::format("[ddp::pick_device] local rank {} is outside this host's {} processes",
-                                  local_rank, local_world));
+    throw ConfigError(
+        fmt::format("[ddp::pick_device] local rank {} is outside this host's {} processes", local_rank, local_world));
   }
   if (visible <= 0) return std::nullopt;
   if (one_per_task && visible == 1) return 0;

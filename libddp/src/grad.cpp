@@ -49,9 +49,10 @@ void require_equal(const Named& entries, const ProcessGroup& group, const char* 
       if (at(rank) != at(0)) different.push_back(rank);
     }
     if (different.empty()) continue;
-    throw MismatchError(fmt::format("[ddp::{}] {}: {} {} differs from rank 0's on rank {}; restore a checkpoint, and look for "
-                                    "an update that not all ranks made",
-                                    who, group.place().name(), what, entries[i].first, fmt::join(different, ", ")));
+    throw MismatchError(
+        fmt::format("[ddp::{}] {}: {} {} differs from rank 0's on rank {}; restore a checkpoint, and look for "
+                    "an update that not all ranks made",
+                    who, group.place().name(), what, entries[i].first, fmt::join(different, ", ")));
   }
 }
 

@@ -48,8 +48,7 @@ double Curve::operator()(int64_t step) const {
 }
 
 Curve operator*(const Curve& a, const Curve& b) {
-  return {a.name_ + " * " + b.name_,
-          [f = a.factor_, g = b.factor_](int64_t step) { return f(step) * g(step); }};
+  return {a.name_ + " * " + b.name_, [f = a.factor_, g = b.factor_](int64_t step) { return f(step) * g(step); }};
 }
 
 Curve constant() {
@@ -140,8 +139,8 @@ void Schedule::load_state_dict(const State& state) {
 
   const State* plan = state.find("plan");
   if (plan && options_.plan && plan_of(*plan).effective() != options_.plan->effective()) {
-    log::info(options_.place, fmt::format("[ddp::lr::Schedule] the batch was {} and is {} now", describe(plan_of(*plan)),
-                                          describe(*options_.plan)));
+    log::info(options_.place, fmt::format("[ddp::lr::Schedule] the batch was {} and is {} now",
+                                          describe(plan_of(*plan)), describe(*options_.plan)));
   }
   if (base_lrs != base_lrs_) {
     log::info(options_.place, fmt::format("[ddp::lr::Schedule] the base learning rate was {:.6g} and is {:.6g} in this "

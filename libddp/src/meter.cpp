@@ -15,9 +15,7 @@ void check_weight(double weight) {
   if (!(weight >= 0)) throw ConfigError(fmt::format("[ddp::Meter] a weight is at least 0, found {}", weight));
 }
 
-double ratio(double sum, double weight) {
-  return weight > 0 ? sum / weight : std::numeric_limits<double>::quiet_NaN();
-}
+double ratio(double sum, double weight) { return weight > 0 ? sum / weight : std::numeric_limits<double>::quiet_NaN(); }
 
 }  // namespace
 

@@ -1,7 +1,9 @@
 // The optimizers' part of stateful.h: Python's layout of Adam, AdamW and SGD (torch/optim/*.py of 2.15).
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/torch.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
 
 #include <cmath>
 #include <set>
@@ -19,9 +21,7 @@ using torch::optim::OptimizerParamState;
 constexpr int64_t kExactFloat = int64_t{1} << 24;
 constexpr double kExactDouble = 9007199254740992.0;  // 2^53
 
-[[noreturn]] void fail(const std::string& reason) {
-  throw CheckpointError("does not fit the optimizer: " + reason);
-}
+[[noreturn]] void fail(const std::string& reason) { throw CheckpointError("does not fit the optimizer: " + reason); }
 
 const State* find(const State& dict, std::string_view key) {
   const State* value = dict.find(key);
@@ -42,8 +42,7 @@ bool flag(const State& value, std::string_view name) {
 }
 
 std::tuple<double, double> two_numbers(const State& value, std::string_view name) {
-  if (!value.is_tuple() && !value.is_list())
-    fail(fmt::format("{} is a {}, expected a tuple", name, value.type_name()));
+  if (!value.is_tuple() && !value.is_list()) fail(fmt::format("{} is a {}, expected a tuple", name, value.type_name()));
   const auto& items = value.is_tuple() ? value.as_tuple() : value.as_list();
   if (items.size() != 2) fail(fmt::format("{} has {} numbers, expected 2", name, items.size()));
   return {real(items[0], name), real(items[1], name)};
@@ -67,9 +66,8 @@ class Chooser {
     if (!value) return;
     const T theirs = read(*value, name);
     if (theirs == mine) return;
-    remarks_.push_back(from_file_
-                           ? fmt::format("{} {} of the file replaces {}", name, text(theirs), text(mine))
-                           : fmt::format("{} stays {}, the file has {}", name, text(mine), text(theirs)));
+    remarks_.push_back(from_file_ ? fmt::format("{} {} of the file replaces {}", name, text(theirs), text(mine))
+                                  : fmt::format("{} stays {}, the file has {}", name, text(mine), text(theirs)));
     if (from_file_) mine = theirs;
   }
 
@@ -169,8 +167,7 @@ class AdamLayout final : public Layout {
     const State* step = find(entry, "step");
     if (!step) fail("step is missing");
     const double count = real(*step, "step");
-    if (!(count >= 0 && count <= kExactDouble) || count != std::floor(count))
-      fail(fmt::format("step is {}", count));
+    if (!(count >= 0 && count <= kExactDouble) || count != std::floor(count)) fail(fmt::format("step is {}", count));
     state->step(static_cast<int64_t>(count));
     state->exp_avg(shaped_like(entry, "exp_avg", param));
     state->exp_avg_sq(shaped_like(entry, "exp_avg_sq", param));
@@ -263,13 +260,11 @@ struct Plan {
 };
 
 // The file's numbers of the parameters of one group, each seen for the first time.
-std::vector<int64_t> parameter_numbers(const State& group, size_t expected, size_t number,
-                                       std::set<int64_t>& seen) {
+std::vector<int64_t> parameter_numbers(const State& group, size_t expected, size_t number, std::set<int64_t>& seen) {
   const State* params = group.is_dict() ? find(group, "params") : nullptr;
   if (!params || !params->is_list()) fail(fmt::format("param_groups[{}] has no list 'params'", number));
   if (params->as_list().size() != expected) {
-    fail(fmt::format("param_groups[{}] has {} parameters, here are {}", number, params->as_list().size(),
-                     expected));
+    fail(fmt::format("param_groups[{}] has {} parameters, here are {}", number, params->as_list().size(), expected));
   }
   std::vector<int64_t> numbers;
   for (const State& value : params->as_list()) {
@@ -325,8 +320,7 @@ Plan make_plan(const torch::optim::Optimizer& optimizer, const State& state, con
       by_number.erase(found);
     }
   }
-  if (!by_number.empty())
-    fail(fmt::format("'state' has an entry {} that no group names", by_number.begin()->first));
+  if (!by_number.empty()) fail(fmt::format("'state' has an entry {} that no group names", by_number.begin()->first));
   return plan;
 }
 
@@ -352,8 +346,7 @@ State state_dict(const torch::optim::Optimizer& optimizer) {
   return State::dict({{"state", std::move(entries)}, {"param_groups", std::move(groups)}});
 }
 
-Remarks check_state_dict(const torch::optim::Optimizer& optimizer, const State& state,
-                         const LoadOptions& options) {
+Remarks check_state_dict(const torch::optim::Optimizer& optimizer, const State& state, const LoadOptions& options) {
   return make_plan(optimizer, state, options).remarks;
 }
 
@@ -362,8 +355,7 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const State& state, con
   Plan plan = make_plan(optimizer, state, options);
   const Layout& layout = layout_of(optimizer);
   for (auto& [param, entry] : plan.entries) layout.own(*entry, param);
-  for (size_t g = 0; g < plan.groups.size(); ++g)
-    layout.assign(optimizer.param_groups()[g].options(), *plan.groups[g]);
+  for (size_t g = 0; g < plan.groups.size(); ++g) layout.assign(optimizer.param_groups()[g].options(), *plan.groups[g]);
   optimizer.state().clear();
   for (auto& [param, entry] : plan.entries) optimizer.state()[param.unsafeGetTensorImpl()] = std::move(entry);
 }

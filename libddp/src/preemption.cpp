@@ -68,7 +68,7 @@ struct Preemption::Impl {
 };
 
 Preemption::Preemption(const ProcessGroup& group, Options options)
-    : impl_(new Impl{.group = group, .options = std::move(options)}) {
+    : impl_(new Impl{.group = group, .options = std::move(options), .old_actions = {}}) {
   auto refuse = [&](const std::string& why) -> ConfigError {
     return ConfigError(fmt::format("[ddp::Preemption] {}: {}", group.place().name(), why));
   };

@@ -135,7 +135,9 @@ struct Profiler::Range::Open {
 };
 
 Profiler::Profiler(Options options)
-    : impl_(new Impl{.options = options, .on_device = options.enabled && !options.device.is_cpu()}) {
+    : impl_(new Impl) {
+  impl_->options = options;
+  impl_->on_device = options.enabled && !options.device.is_cpu();
   if (impl_->on_device) impl_->new_origin();
 }
 
@@ -215,9 +217,11 @@ std::vector<Profiler::Phase> Profiler::phases() const {
 }
 
 std::string Profiler::table() const {
-  std::string text = fmt::format("{:<20} {:>12} {:>12} {:>12} {:>8}\n", "phase", "median ms", "min ms", "max ms", "steps");
+  std::string text =
+      fmt::format("{:<20} {:>12} {:>12} {:>12} {:>8}\n", "phase", "median ms", "min ms", "max ms", "steps");
   for (const Phase& p : phases()) {
-    text += fmt::format("{:<20} {:>12.3f} {:>12.3f} {:>12.3f} {:>8}\n", p.name, p.median_ms, p.min_ms, p.max_ms, p.steps);
+    text +=
+        fmt::format("{:<20} {:>12.3f} {:>12.3f} {:>12.3f} {:>8}\n", p.name, p.median_ms, p.min_ms, p.max_ms, p.steps);
   }
   return text;
 }
@@ -238,15 +242,18 @@ void Profiler::write_chrome_trace(const std::string& path, int rank) const {
     return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   };
   file << R"({"displayTimeUnit":"ms","traceEvents":[)" << '\n';
-  file << text({{"ph", "M"}, {"pid", rank}, {"name", "process_name"}, {"args", {{"name", fmt::format("rank {}", rank)}}}});
+  file << text(
+      {{"ph", "M"}, {"pid", rank}, {"name", "process_name"}, {"args", {{"name", fmt::format("rank {}", rank)}}}});
   for (const Finished& range : impl_->finished) {
     file << ",\n"
-         << fmt::format(R"({{"ph":"X","pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f},"name":{},"args":{{"step":{}}}}})", rank,
-                        range.thread, range.start_us, range.duration_us, text(impl_->names[range.phase]), range.step);
+         << fmt::format(R"({{"ph":"X","pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f},"name":{},"args":{{"step":{}}}}})",
+                        rank, range.thread, range.start_us, range.duration_us, text(impl_->names[range.phase]),
+                        range.step);
   }
   file << "\n]}\n";
   file.close();
-  if (!file) throw Error(fmt::format("[ddp::Profiler] cannot write {}: {}", path, std::generic_category().message(errno)));
+  if (!file)
+    throw Error(fmt::format("[ddp::Profiler] cannot write {}: {}", path, std::generic_category().message(errno)));
 }
 
 }  // namespace ddp

@@ -16,9 +16,7 @@ uint64_t splitmix64(uint64_t x) {
 
 }  // namespace
 
-void seed_all(uint64_t seed, const Place& place) {
-  at::manual_seed(seed + static_cast<uint64_t>(place.rank));
-}
+void seed_all(uint64_t seed, const Place& place) { at::manual_seed(seed + static_cast<uint64_t>(place.rank)); }
 
 at::Generator make_generator(uint64_t seed, const Place& place, uint64_t stream) {
   // One after the other, so that (1, 0) and (0, 1) are different.

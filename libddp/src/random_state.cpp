@@ -1,7 +1,7 @@
 #include "random_state.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <mutex>
 

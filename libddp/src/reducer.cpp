@@ -47,8 +47,8 @@ class UserHook : public c10d::CppCommHookInterface<GradientHook> {
 
   FuturePtr runHook(GradBucket& bucket) override {
     auto future = c10::make_intrusive<c10::ivalue::Future>(
-        c10::TensorType::get(),
-        bucket.getBuffer().is_cuda() ? std::vector<c10::Device>{bucket.getBuffer().device()} : std::vector<c10::Device>{});
+        c10::TensorType::get(), bucket.getBuffer().is_cuda() ? std::vector<c10::Device>{bucket.getBuffer().device()}
+                                                             : std::vector<c10::Device>{});
     future->markCompleted(c10::IValue(state_(bucket.getBuffer(), group_)));
     return future;
   }

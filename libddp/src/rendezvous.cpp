@@ -4,8 +4,8 @@
 #include <fmt/ranges.h>
 #include <netdb.h>
 #include <sys/socket.h>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -75,9 +75,10 @@ int listen_on(const Env& env) {
     const int error = errno;
     close(fd);
     if (family == AF_INET6 && error != EADDRINUSE) continue;  // a host without IPv6
-    throw ConfigError(fmt::format("{}: the store cannot listen on {}: {}; another job may use the port: set MASTER_PORT "
-                                  "to a free one",
-                                  who(env.place()), endpoint(env), std::strerror(error)));
+    throw ConfigError(
+        fmt::format("{}: the store cannot listen on {}: {}; another job may use the port: set MASTER_PORT "
+                    "to a free one",
+                    who(env.place()), endpoint(env), std::strerror(error)));
   }
   throw ConfigError(fmt::format("{}: the store cannot listen on {}: no IPv4 or IPv6 socket can be made",
                                 who(env.place()), endpoint(env)));
@@ -210,13 +211,15 @@ class Meeting {
     const Hello& zero = answer.seen.front().second;
     const Hello& other = *answer.of(odd);
     if (zero.world != other.world) {
-      throw MismatchError(fmt::format("{}: rank 0 was told a world of {}, rank {} a world of {}; start all ranks with the "
-                                      "same WORLD_SIZE",
-                                      who(place_), zero.world, odd, other.world));
+      throw MismatchError(
+          fmt::format("{}: rank 0 was told a world of {}, rank {} a world of {}; start all ranks with the "
+                      "same WORLD_SIZE",
+                      who(place_), zero.world, odd, other.world));
     }
-    throw MismatchError(fmt::format("{}: rank 0 chose \"{}\", rank {} \"{}\" (device, backend); give all ranks the same "
-                                    "backend and the same kind of device",
-                                    who(place_), zero.traits, odd, other.traits));
+    throw MismatchError(
+        fmt::format("{}: rank 0 chose \"{}\", rank {} \"{}\" (device, backend); give all ranks the same "
+                    "backend and the same kind of device",
+                    who(place_), zero.traits, odd, other.traits));
   }
 
   milliseconds wait(milliseconds pause) const {
@@ -233,10 +236,11 @@ class Meeting {
     // Every rank left a key, so some of the keys are an earlier life's.
     const std::string absent = missing.empty() ? std::string("unknown, an earlier life of each has been here")
                                                : fmt::format("rank {}", fmt::join(missing, ", "));
-    throw TimeoutError(fmt::format("{}: waited {:.3g} s for all ranks to join: {} of {} joined, missing: {}; were all ranks "
-                                   "started, with the same MASTER_ADDR and MASTER_PORT?",
-                                   who(place_), std::chrono::duration<double>(timeout_).count(),
-                                   place_.size - std::max<size_t>(missing.size(), 1), place_.size, absent));
+    throw TimeoutError(
+        fmt::format("{}: waited {:.3g} s for all ranks to join: {} of {} joined, missing: {}; were all ranks "
+                    "started, with the same MASTER_ADDR and MASTER_PORT?",
+                    who(place_), std::chrono::duration<double>(timeout_).count(),
+                    place_.size - std::max<size_t>(missing.size(), 1), place_.size, absent));
   }
 
   static std::string key(const std::string& name) { return kPrefix + name; }

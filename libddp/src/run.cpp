@@ -60,8 +60,7 @@ void write_error_file(const std::string& report, bool is_consequence) {
   // torchrun takes the earliest whole second for the root cause, the lowest rank among equals. Another rank's
   // end is noticed within milliseconds, at worst in the second before it is reported, so what is only its consequence is
   // dated two seconds later.
-  const long seconds =
-      std::chrono::duration_cast<std::chrono::seconds>(now).count() + (is_consequence ? 2 : 0);
+  const long seconds = std::chrono::duration_cast<std::chrono::seconds>(now).count() + (is_consequence ? 2 : 0);
   errno = 0;
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << error_report_json(report, seconds);
@@ -113,8 +112,7 @@ int detail::run(const std::function<int()>& body) {
 std::string error_report_json(const std::string& message, long timestamp_s) {
   const nlohmann::json report = {
       {"message",
-       {{"message", message},
-        {"extraInfo", {{"py_callstack", message}, {"timestamp", std::to_string(timestamp_s)}}}}}};
+       {{"message", message}, {"extraInfo", {{"py_callstack", message}, {"timestamp", std::to_string(timestamp_s)}}}}}};
   return report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);  // a message may be no UTF-8
 }
 

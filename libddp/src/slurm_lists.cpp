@@ -99,8 +99,7 @@ std::vector<int> expand_slurm_counts(std::string_view list) {
     if (open != std::string_view::npos) {
       times = part.ends_with(')') ? digits(part.substr(open + 2, part.size() - open - 3)) : std::nullopt;
     }
-    if (!tasks || !times || *tasks > kMaxHosts || *times < 1 ||
-        *times + static_cast<long>(counts.size()) > kMaxHosts) {
+    if (!tasks || !times || *tasks > kMaxHosts || *times < 1 || *times + static_cast<long>(counts.size()) > kMaxHosts) {
       refuse("task counts", list, "expected the form 2(x3),1");
     }
     counts.insert(counts.end(), static_cast<size_t>(*times), static_cast<int>(*tasks));

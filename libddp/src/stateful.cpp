@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -15,14 +14,11 @@ namespace {
 constexpr std::string_view kWrapperPrefix = "module.";  // of Python's DistributedDataParallel.state_dict()
 constexpr size_t kNamesShown = 20;
 
-std::string text(torch::IntArrayRef sizes) {
-  return fmt::format("[{}]", fmt::join(sizes.begin(), sizes.end(), ", "));
-}
+std::string text(torch::IntArrayRef sizes) { return fmt::format("[{}]", fmt::join(sizes.begin(), sizes.end(), ", ")); }
 
 std::string list(const std::vector<std::string>& names) {
   const auto shown = std::min(names.size(), kNamesShown);
-  std::string text =
-      fmt::format("{}", fmt::join(names.begin(), names.begin() + static_cast<long>(shown), ", "));
+  std::string text = fmt::format("{}", fmt::join(names.begin(), names.begin() + static_cast<long>(shown), ", "));
   if (shown < names.size()) text += fmt::format(" and {} more", names.size() - shown);
   return text;
 }
@@ -45,8 +41,7 @@ struct Pair {
 // The module's tensors beside those of `state`, all of which fit. Throws CheckpointError that lists all that
 // do not.
 std::vector<Pair> match(const torch::nn::Module& module, const State& state) {
-  if (!state.is_dict())
-    throw CheckpointError(fmt::format("a module's state is a dict, found {}", state.type_name()));
+  if (!state.is_dict()) throw CheckpointError(fmt::format("a module's state is a dict, found {}", state.type_name()));
   const State own = state_dict(module);
   const auto has_prefix = [](const auto& item) {
     return item.first.is_string() && item.first.as_string().starts_with(kWrapperPrefix);
@@ -75,16 +70,15 @@ std::vector<Pair> match(const torch::nn::Module& module, const State& state) {
       continue;
     }
     if (found->second.sizes() != value.as_tensor().sizes()) {
-      shapes.push_back(fmt::format("{} {} instead of {}", name, text(found->second.sizes()),
-                                   text(value.as_tensor().sizes())));
+      shapes.push_back(
+          fmt::format("{} {} instead of {}", name, text(found->second.sizes()), text(value.as_tensor().sizes())));
     }
     pairs.push_back({name, value.as_tensor(), found->second});
     theirs.erase(found);
   }
   for (const auto& item : state.as_dict()) {  // in the file's order
     if (!item.first.is_string()) continue;
-    const std::string name =
-        strip ? item.first.as_string().substr(kWrapperPrefix.size()) : item.first.as_string();
+    const std::string name = strip ? item.first.as_string().substr(kWrapperPrefix.size()) : item.first.as_string();
     if (theirs.contains(name)) unexpected.push_back(name);
   }
 
@@ -105,9 +99,7 @@ class ModuleImpl final : public Stateful::Impl {
     if (!module_) throw ConfigError("[ddp::stateful] the module is an empty pointer");
   }
   State save() const override { return state_dict(*module_); }
-  Remarks check(const State& state, const LoadOptions&) const override {
-    return check_state_dict(*module_, state);
-  }
+  Remarks check(const State& state, const LoadOptions&) const override { return check_state_dict(*module_, state); }
   void load(const State& state, const LoadOptions&) override { load_state_dict(*module_, state); }
   const torch::nn::Module* module() const override { return module_.get(); }
 
@@ -124,9 +116,7 @@ class OptimizerImpl final : public Stateful::Impl {
   Remarks check(const State& state, const LoadOptions& options) const override {
     return check_state_dict(optimizer_, state, options);
   }
-  void load(const State& state, const LoadOptions& options) override {
-    load_state_dict(optimizer_, state, options);
-  }
+  void load(const State& state, const LoadOptions& options) override { load_state_dict(optimizer_, state, options); }
   const torch::optim::Optimizer* optimizer() const override { return &optimizer_; }
 
  private:
@@ -160,8 +150,6 @@ void load_state_dict(torch::nn::Module& module, const State& state) {
 Stateful stateful(std::shared_ptr<torch::nn::Module> module) {
   return Stateful(std::make_shared<ModuleImpl>(std::move(module)));
 }
-Stateful stateful(torch::optim::Optimizer& optimizer) {
-  return Stateful(std::make_shared<OptimizerImpl>(optimizer));
-}
+Stateful stateful(torch::optim::Optimizer& optimizer) { return Stateful(std::make_shared<OptimizerImpl>(optimizer)); }
 
 }  // namespace ddp

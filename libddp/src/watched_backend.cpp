@@ -18,7 +18,8 @@ using c10d::Work;
 using WorkPtr = c10::intrusive_ptr<Work>;
 
 bool contains(const std::string& text, std::initializer_list<const char*> words) {
-  return std::any_of(words.begin(), words.end(), [&](const char* word) { return text.find(word) != std::string::npos; });
+  return std::any_of(words.begin(), words.end(),
+                     [&](const char* word) { return text.find(word) != std::string::npos; });
 }
 
 class WatchedWork : public Work {
@@ -185,8 +186,8 @@ std::exception_ptr CallLog::translate(const std::exception_ptr& error, uint64_t 
   const std::string what = fmt::format("call #{} in group \"{}\"", number, group_);
   if (contains(text, {"Timed out", "timed out", "imeout"})) {
     return std::make_exception_ptr(TimeoutError(
-        fmt::format("{}{} waited {:.3g} s{}; look at the rank that did not come, or raise the group's timeout ({})", where,
-                    what, std::chrono::duration<double>(timeout_).count(), peers_, text)));
+        fmt::format("{}{} waited {:.3g} s{}; look at the rank that did not come, or raise the group's timeout ({})",
+                    where, what, std::chrono::duration<double>(timeout_).count(), peers_, text)));
   }
   if (contains(text, {"Connection closed by peer", "Connection reset", "Broken pipe", "Connection refused"})) {
     return std::make_exception_ptr(PeerError(fmt::format(

@@ -18,13 +18,13 @@ namespace {
 
 ddp::test::Result peer(const std::vector<std::string>& arguments) {
   return run_command(
-      std::vector<std::string>{*ddp::test::test_python(), std::string(LIBDDP_TEST_DATA) + "/checkpoint_peer.py"} + arguments,
+      std::vector<std::string>{*ddp::test::test_python(), std::string(LIBDDP_TEST_DATA) + "/checkpoint_peer.py"} +
+          arguments,
       {.deadline = std::chrono::seconds(100), .env = {{"OMP_NUM_THREADS", "1"}}});
 }
 
 void save(const fs::path& path, const State& state) {
-  ddp::write_file_atomically(path,
-                             [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append); });
+  ddp::write_file_atomically(path, [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append); });
 }
 
 // The twin of the script's Net.
@@ -67,10 +67,8 @@ std::vector<torch::Tensor> parameters(const Net& net) {
 
 std::unique_ptr<torch::optim::Optimizer> optimizer(const std::string& name, const Net& net) {
   // Other options than the script's: the file's win.
-  if (name == "adamw")
-    return std::make_unique<torch::optim::AdamW>(parameters(net), torch::optim::AdamWOptions(9));
-  if (name == "adam")
-    return std::make_unique<torch::optim::Adam>(parameters(net), torch::optim::AdamOptions(9));
+  if (name == "adamw") return std::make_unique<torch::optim::AdamW>(parameters(net), torch::optim::AdamWOptions(9));
+  if (name == "adam") return std::make_unique<torch::optim::Adam>(parameters(net), torch::optim::AdamOptions(9));
   return std::make_unique<torch::optim::SGD>(parameters(net), torch::optim::SGDOptions(9));
 }
 
@@ -93,8 +91,7 @@ double largest_difference(const State& a, const State& b) {
 }  // namespace
 
 TEST_CASE("a file of torch.save holds what Python put into it") {
-  const State state =
-      ddp::io::read_torch_file(std::string(LIBDDP_TEST_DATA) + "/checkpoint_python.pt", false);
+  const State state = ddp::io::read_torch_file(std::string(LIBDDP_TEST_DATA) + "/checkpoint_python.pt", false);
   CHECK(state.at("epoch") == State(1));
   CHECK(state.at("loss") == State(0.5));
   CHECK(state.at("none").is_null());
@@ -156,16 +153,15 @@ TEST_CASE("Python's checkpoint resumes here, and ours goes on in Python") {
     CHECK(resumed.step == 3);
     step(net, *optim, 3);
     checkpoints.step();
-    const double worst = largest_difference(ddp::state_dict(*net),
-                                            ddp::io::read_torch_file((dir / "next.pt").string(), false));
+    const double worst =
+        largest_difference(ddp::state_dict(*net), ddp::io::read_torch_file((dir / "next.pt").string(), false));
     std::printf("%s: largest difference to Python's step %g\n", name.c_str(), worst);
     CHECK(worst <= 1e-6);
 
     checkpoints.save();
     step(net, *optim, 4);
     save(dir / "cpp_next.pt", ddp::state_dict(*net));
-    auto went_on =
-        peer({"go_on", name, (dir / "run/checkpoint_latest.pt").string(), (dir / "cpp_next.pt").string()});
+    auto went_on = peer({"go_on", name, (dir / "run/checkpoint_latest.pt").string(), (dir / "cpp_next.pt").string()});
     INFO(went_on.describe());
     CHECK(went_on.ok());
   }

@@ -10,10 +10,10 @@
 using namespace ddp::lr;
 
 TEST_CASE("learning rates are those of PyTorch's schedulers") {
-  std::vector<Curve> curves = {warmup(10),           warmup(1),
-                               cosine(40),           cosine(40, 0.1),
-                               linear_decay(30),     linear_decay(30, 0.25),
-                               step_decay(7, 0.5),   warmup(10) * cosine(40)};
+  std::vector<Curve> curves = {warmup(10),         warmup(1),
+                               cosine(40),         cosine(40, 0.1),
+                               linear_decay(30),   linear_decay(30, 0.25),
+                               step_decay(7, 0.5), warmup(10) * cosine(40)};
   std::ifstream file(LIBDDP_TEST_DATA "/lr.txt");
   REQUIRE(file);
   for (const Curve& curve : curves) {

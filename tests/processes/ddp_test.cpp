@@ -146,7 +146,8 @@ TEST_CASE("a parameter without a gradient is an error in the same backward, with
     DistributedDataParallel model(Two(), group);
     const auto out = model(input(group.rank() + 1), true, false);
     const auto text = message_of<ddp::Error>([&] { out.sum().backward(); });
-    if (!contains(text, "no gradient reached: b.weight;") || !contains(text, "find_unused_parameters")) throw std::runtime_error(text);
+    if (!contains(text, "no gradient reached: b.weight;") || !contains(text, "find_unused_parameters"))
+      throw std::runtime_error(text);
   });
 }
 
@@ -259,7 +260,8 @@ TEST_CASE("no_sync: the state at forward decides, guards nest and restore") {
 TEST_CASE("dropping gradients that were never averaged warns, once") {
   in_group(2, [](const ProcessGroup& group) {
     int warnings = 0;
-    ddp::log::set_sink([&](ddp::log::Level level, std::string_view) { warnings += level == ddp::log::Level::kWarning; });
+    ddp::log::set_sink(
+        [&](ddp::log::Level level, std::string_view) { warnings += level == ddp::log::Level::kWarning; });
     DistributedDataParallel model(one_weight(1), group);
     for (int i = 0; i < 2; ++i) {
       auto guard = model.no_sync();
@@ -273,21 +275,20 @@ TEST_CASE("dropping gradients that were never averaged warns, once") {
 
 // Case B14 a: the third backward of rank 0 meets nobody; it must not be paired with rank 1's metric.
 TEST_CASE("an extra backward on one rank never mixes with another collective") {
-  const auto results = spawn_ranks(
-      2,
-      [](int rank) {
-        const auto group = ProcessGroup::from_env({.timeout = 3s});
-        DistributedDataParallel model(one_weight(0), group);
-        for (int step = 0; step < (rank == 0 ? 3 : 2); ++step) {
-          model(input(rank + 1)).sum().backward();
-          DDP_CHECK(model->weight.grad().item<float>() == 1.5f);
-          model.zero_grad();
-        }
-        Tensor metric = torch::tensor({100.0f + static_cast<float>(rank)});
-        ddp::all_reduce(metric, group);
-        DDP_CHECK(metric.item<float>() == 201.0f);
-      },
-      {.deadline = 20s});
+  const auto results = spawn_ranks(2,
+                                   [](int rank) {
+                                     const auto group = ProcessGroup::from_env({.timeout = 3s});
+                                     DistributedDataParallel model(one_weight(0), group);
+                                     for (int step = 0; step < (rank == 0 ? 3 : 2); ++step) {
+                                       model(input(rank + 1)).sum().backward();
+                                       DDP_CHECK(model->weight.grad().item<float>() == 1.5f);
+                                       model.zero_grad();
+                                     }
+                                     Tensor metric = torch::tensor({100.0f + static_cast<float>(rank)});
+                                     ddp::all_reduce(metric, group);
+                                     DDP_CHECK(metric.item<float>() == 201.0f);
+                                   },
+                                   {.deadline = 20s});
   CHECK_THAT(results[0].error, ContainsSubstring("[ddp::all_reduce]") && ContainsSubstring("world.0.ddp"));
   CHECK(results[1].exit_code == 1);
   CHECK(!contains(results[1].error, "201"));
@@ -371,10 +372,12 @@ TEST_CASE("ranks that built different models all hear what differs first") {
        "Double[4, 4]"},
   };
   for (const auto& [build, part] : cases) {
-    const auto results = spawn_ranks(
-        2, [&, build = build](int rank) { DistributedDataParallel model(build(rank), ProcessGroup::from_env({.timeout = 5s})); });
+    const auto results = spawn_ranks(2, [&, build = build](int rank) {
+      DistributedDataParallel model(build(rank), ProcessGroup::from_env({.timeout = 5s}));
+    });
     for (const auto& result : results) {
-      CHECK_THAT(result.error, ContainsSubstring("different models") && ContainsSubstring(part) && ContainsSubstring("rank 1"));
+      CHECK_THAT(result.error,
+                 ContainsSubstring("different models") && ContainsSubstring(part) && ContainsSubstring("rank 1"));
     }
   }
 }
@@ -388,10 +391,11 @@ TEST_CASE("options that exclude each other, and modules without parameters, are 
                                                  {.compression = ddp::Compression::kFloat16, .hook = hook});
                        }),
                        "exclude each other"));
-    DDP_CHECK(contains(message_of<ddp::ConfigError>([&] { DistributedDataParallel(torch::nn::Tanh(), alone); }), "no parameter"));
-    DDP_CHECK(contains(message_of<ddp::ConfigError>(
-                           [&] { DistributedDataParallel(one_weight(1), alone, {.bucket_cap_mb = 0}); }),
-                       "positive"));
+    DDP_CHECK(contains(message_of<ddp::ConfigError>([&] { DistributedDataParallel(torch::nn::Tanh(), alone); }),
+                       "no parameter"));
+    DDP_CHECK(contains(
+        message_of<ddp::ConfigError>([&] { DistributedDataParallel(one_weight(1), alone, {.bucket_cap_mb = 0}); }),
+        "positive"));
   });
 }
 
@@ -409,10 +413,10 @@ TEST_CASE("compression and own hooks average too") {
     }
     int calls = 0;
     DistributedDataParallel model(one_weight(1), group, {.hook = [&](Tensor bucket, const ProcessGroup& g) {
-                                                           ++calls;
-                                                           ddp::all_reduce(bucket, g, ddp::ReduceOp::kMax);
-                                                           return bucket;
-                                                         }});
+                                    ++calls;
+                                    ddp::all_reduce(bucket, g, ddp::ReduceOp::kMax);
+                                    return bucket;
+                                  }});
     model(input(group.rank() + 1)).sum().backward();
     DDP_CHECK(calls == 1 && model->weight.grad().item<float>() == 2.f);
   });
@@ -434,7 +438,8 @@ TEST_CASE("reduce_gradients gives the bits of the overlapped average") {
       model(x).square().mean().backward();
     }
     model.reduce_gradients();
-    for (size_t i = 0; i < overlapped.size(); ++i) DDP_CHECK(torch::equal(overlapped[i], model->parameters()[i].grad()));
+    for (size_t i = 0; i < overlapped.size(); ++i)
+      DDP_CHECK(torch::equal(overlapped[i], model->parameters()[i].grad()));
   });
 }
 

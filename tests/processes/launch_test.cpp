@@ -61,10 +61,10 @@ DDP_TEST_PROGRAM(print_env) {
   return ddp::run([] {
     const ddp::Env env = ddp::read_env();
     std::ostringstream line;
-    line << "launched by=" << ddp::to_string(env.launcher) << " " << env.place().name()
-         << " local=" << env.local_rank << "/" << env.local_world_size << " at=" << env.master_addr << ":"
-         << env.master_port << " agent=" << env.agent_store << " restart=" << env.restart_count
-         << " named=" << !env.run_id.empty() << "\n";
+    line << "launched by=" << ddp::to_string(env.launcher) << " " << env.place().name() << " local=" << env.local_rank
+         << "/" << env.local_world_size << " at=" << env.master_addr << ":" << env.master_port
+         << " agent=" << env.agent_store << " restart=" << env.restart_count << " named=" << !env.run_id.empty()
+         << "\n";
     std::cout << line.str() << std::flush;
   });
 }
@@ -136,8 +136,7 @@ TEST_CASE("launch: the C++ message is the root cause in torchrun's summary", "[l
   CHECK(result.exit_code == 1);
   const auto root = result.output.find("Root Cause");
   REQUIRE(root != std::string::npos);
-  CHECK_THAT(result.output.substr(0, root),
-             ContainsSubstring("[ddp::run] rank 1/2: boom of the C++ program\n"));
+  CHECK_THAT(result.output.substr(0, root), ContainsSubstring("[ddp::run] rank 1/2: boom of the C++ program\n"));
   CHECK_THAT(result.output.substr(root), ContainsSubstring("[ddp::run] rank 1/2: boom of the C++ program"));
   CHECK_THAT(result.output.substr(root), ContainsSubstring("exitcode  : 1"));
 }
@@ -146,8 +145,8 @@ TEST_CASE("launch: a restart by torchrun is counted", "[launch][torchrun]") {
   const auto launcher = torchrun(1, {"--max-restarts", "1", "--monitor-interval", "0.1"});
   if (!launcher) DDP_SKIP("no Python with torch (LIBDDP_TEST_PYTHON)");
   const std::string script = "[ \"$TORCHELASTIC_RESTART_COUNT\" = 0 ] && exit 3; exec \"$0\" \"$@\"";
-  const Result result = run_command(
-      *launcher + std::vector<std::string>{"sh", "-c", script} + program("print_env"), {.deadline = 90s});
+  const Result result =
+      run_command(*launcher + std::vector<std::string>{"sh", "-c", script} + program("print_env"), {.deadline = 90s});
   INFO(result.describe());
   CHECK(result.exit_code == 0);
   CHECK_THAT(result.output, ContainsSubstring("launched by=torchrun rank 0/1"));
@@ -232,8 +231,7 @@ TEST_CASE("spawn: a killed torchrun leaves no workers behind", "[spawn][torchrun
   const auto launcher = torchrun(2);
   if (!launcher) DDP_SKIP("no Python with torch (LIBDDP_TEST_PYTHON)");
   TempDir dir;
-  const Result result =
-      run_command(*launcher + program("sleep_long", {(dir / "pids").string()}), {.deadline = 12s});
+  const Result result = run_command(*launcher + program("sleep_long", {(dir / "pids").string()}), {.deadline = 12s});
   INFO(result.describe());
   CHECK(result.timed_out);
   const auto pids = pids_in(dir / "pids");

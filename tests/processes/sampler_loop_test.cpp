@@ -163,7 +163,8 @@ TEST_CASE("B14a: a rank with an extra batch does not run an extra step") {
 TEST_CASE("B14a: uneven loaders of torch with workers, several epochs; a rank with none stops all") {
   run_ranks(2, [](int rank) {
     auto group = join();
-    auto loader = torch::data::make_data_loader(Numbers(rank == 0 ? 23 : 17), torch::data::DataLoaderOptions(2).workers(2));
+    auto loader =
+        torch::data::make_data_loader(Numbers(rank == 0 ? 23 : 17), torch::data::DataLoaderOptions(2).workers(2));
     for (int epoch = 0; epoch < 3; ++epoch) {
       int seen = 0;
       std::vector<int64_t> counts;
@@ -206,7 +207,8 @@ TEST_CASE("B21a: ranks that give the sampler different values are told so on eve
   });
 }
 
-TEST_CASE("B26: lists of rows over kills and resumes are those of an unbroken run, at the same and at other world sizes") {
+TEST_CASE(
+    "B26: lists of rows over kills and resumes are those of an unbroken run, at the same and at other world sizes") {
   auto golden = golden_rows();
   REQUIRE(golden.size() == 48);
   for (size_t epoch = 0; epoch < 3; ++epoch) {  // it is one itself: every row once per epoch

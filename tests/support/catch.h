@@ -46,15 +46,15 @@ std::string message_of(Call&& call) {
 }  // namespace ddp::test
 
 /// Ends the test case as skipped. CTest finds the line (SKIP_REGULAR_EXPRESSION).
-#define DDP_SKIP(reason)                                                   \
-  do {                                                                     \
-    std::printf("SKIPPED: %s\n", ::std::string(reason).c_str());           \
-    std::fflush(stdout);                                                   \
-    return;                                                                \
+#define DDP_SKIP(reason)                                         \
+  do {                                                           \
+    std::printf("SKIPPED: %s\n", ::std::string(reason).c_str()); \
+    std::fflush(stdout);                                         \
+    return;                                                      \
   } while (false)
 
 /// An assertion that works in a forked rank: throws with place and text.
-#define DDP_CHECK(...)                                                     \
-  do {                                                                     \
+#define DDP_CHECK(...)                                                                                         \
+  do {                                                                                                         \
     if (!(__VA_ARGS__)) ::ddp::test::check_failed(__FILE__, __LINE__, "DDP_CHECK(" #__VA_ARGS__ ") is false"); \
   } while (false)

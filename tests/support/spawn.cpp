@@ -30,8 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kMark =
-    "LIBDDP_TEST_GROUP";  // an environment variable that finds a command's descendants
+constexpr const char* kMark = "LIBDDP_TEST_GROUP";  // an environment variable that finds a command's descendants
 
 struct Fd {
   int value = -1;
@@ -45,8 +44,7 @@ struct Pipe {
   Fd read, write;
   Pipe() {
     std::array<int, 2> ends{};
-    if (::pipe2(ends.data(), O_CLOEXEC) != 0)
-      throw std::system_error(errno, std::generic_category(), "pipe2");
+    if (::pipe2(ends.data(), O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe2");
     read.value = ends[0];
     write.value = ends[1];
     ::fcntl(read.value, F_SETFL, O_NONBLOCK);
@@ -151,8 +149,8 @@ void kill_marked(const std::string& mark) {
 }
 
 // Starts `count` children, each running `child(index, its error pipe)` without return, and waits for them.
-std::vector<Result> run_group(int count, const std::function<void(int, int)>& child,
-                              std::chrono::milliseconds deadline, const std::string& mark) {
+std::vector<Result> run_group(int count, const std::function<void(int, int)>& child, std::chrono::milliseconds deadline,
+                              const std::string& mark) {
   std::vector<Child> children(static_cast<size_t>(count));
   std::vector<Result> results(static_cast<size_t>(count));
   const auto start = Clock::now();
@@ -275,8 +273,7 @@ std::vector<Result> spawn_ranks(int ranks, const std::function<void(int)>& body,
       const std::string_view what = e.what();
       write_all(error_fd, what.empty() ? "an exception without a message" : what);
     } catch (...) {
-      write_all(error_fd,
-                "an exception that is no std::exception (a Catch assertion? use DDP_CHECK in a rank)");
+      write_all(error_fd, "an exception that is no std::exception (a Catch assertion? use DDP_CHECK in a rank)");
     }
     std::cout.flush();
     std::fflush(nullptr);
@@ -290,8 +287,7 @@ void run_ranks(int ranks, const std::function<void(int)>& body, const Options& o
   std::string failures;
   for (size_t rank = 0; rank < results.size(); ++rank) {
     if (!results[rank].ok()) {
-      failures +=
-          "\nrank " + std::to_string(rank) + " of " + std::to_string(ranks) + ": " + results[rank].describe();
+      failures += "\nrank " + std::to_string(rank) + " of " + std::to_string(ranks) + ": " + results[rank].describe();
     }
   }
   if (!failures.empty()) FAIL("ranks failed:" << failures);
@@ -318,6 +314,14 @@ Result run_command(const std::vector<std::string>& argv, const Options& options)
     ::_exit(127);
   };
   return run_group(1, child, options.deadline, mark).front();
+}
+
+void exec_program(const std::vector<std::string>& argv) {
+  std::vector<char*> words;
+  for (const auto& word : argv) words.push_back(const_cast<char*>(word.c_str()));
+  words.push_back(nullptr);
+  ::execv(words[0], words.data());
+  throw std::runtime_error(argv[0] + " cannot be started: " + std::strerror(errno));
 }
 
 std::vector<std::string> operator+(std::vector<std::string> head, const std::vector<std::string>& tail) {
@@ -347,21 +351,14 @@ std::optional<std::string> test_python() {
 std::optional<std::vector<std::string>> torchrun(int ranks, const std::vector<std::string>& arguments) {
   auto python = test_python();
   if (!python) return std::nullopt;
-  std::vector<std::string> argv = {*python,
-                                   "-m",
-                                   "torch.distributed.run",
-                                   "--standalone",
-                                   "--no-python",
-                                   "--nproc-per-node",
-                                   std::to_string(ranks)};
+  std::vector<std::string> argv = {
+      *python, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", std::to_string(ranks)};
   return argv + arguments;
 }
 
 std::vector<std::string> program(const std::string& name, const std::vector<std::string>& arguments) {
-  if (programs().count(name) == 0)
-    throw std::runtime_error("no DDP_TEST_PROGRAM(" + name + ") in this executable");
-  std::vector<std::string> argv = {std::filesystem::read_symlink("/proc/self/exe"),
-                                   std::string(kProgramFlag) + name};
+  if (programs().count(name) == 0) throw std::runtime_error("no DDP_TEST_PROGRAM(" + name + ") in this executable");
+  std::vector<std::string> argv = {std::filesystem::read_symlink("/proc/self/exe"), std::string(kProgramFlag) + name};
   return argv + arguments;
 }
 

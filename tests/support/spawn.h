@@ -52,6 +52,9 @@ std::vector<Result> spawn_ranks(int ranks, const std::function<void(int rank)>& 
 /// The same; a rank that threw, ended otherwise or was killed at the deadline fails the test case.
 void run_ranks(int ranks, const std::function<void(int rank)>& body, const Options& options = {});
 
+/// Turns the calling rank into a program, with the environment that the rank has.
+[[noreturn]] void exec_program(const std::vector<std::string>& argv);
+
 /// Runs a program, found by PATH, without the launcher variables of the surroundings, unless `options.env` sets them.
 Result run_command(const std::vector<std::string>& argv, const Options& options = {});
 
@@ -101,7 +104,7 @@ std::optional<int> run_named_program(int argc, char** argv);
 
 /// Defines a small program inside a test executable, for launchers to start: `DDP_TEST_PROGRAM(boom) { return 3; }`,
 /// with its arguments in `args`.
-#define DDP_TEST_PROGRAM(name)                                                                                 \
-  static int ddp_test_program_##name(const std::vector<std::string>& args);                                    \
+#define DDP_TEST_PROGRAM(name)                                                                                  \
+  static int ddp_test_program_##name(const std::vector<std::string>& args);                                     \
   static const ::ddp::test::ProgramRegistration ddp_test_program_entry_##name(#name, &ddp_test_program_##name); \
   static int ddp_test_program_##name([[maybe_unused]] const std::vector<std::string>& args)

@@ -152,10 +152,9 @@ TEST_CASE("only our own temporaries have their names") {
   using ddp::is_temporary_name;
   CHECK(is_temporary_name("checkpoint_tmp.0123456789abcdef.pt", "checkpoint", ".pt"));
   CHECK(is_temporary_name(".latest.0123456789abcdef", "checkpoint", ".pt"));
-  for (const char* foreign :
-       {"checkpoint_tmp.pt", "checkpoint_tmp.0123456789abcde.pt", "checkpoint_latest.pt",
-        "checkpoint_tmp.0123456789ABCDEF.pt", "my_checkpoint_tmp.0123456789abcdef.pt",
-        "checkpoint_tmp.0123456789abcdef.pt2", ".latest.swp", "step_12.tmp"}) {
+  for (const char* foreign : {"checkpoint_tmp.pt", "checkpoint_tmp.0123456789abcde.pt", "checkpoint_latest.pt",
+                              "checkpoint_tmp.0123456789ABCDEF.pt", "my_checkpoint_tmp.0123456789abcdef.pt",
+                              "checkpoint_tmp.0123456789abcdef.pt2", ".latest.swp", "step_12.tmp"}) {
     CAPTURE(foreign);
     CHECK_FALSE(is_temporary_name(foreign, "checkpoint", ".pt"));
   }

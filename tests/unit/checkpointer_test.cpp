@@ -88,8 +88,7 @@ struct Run {
 
 State load(const fs::path& path) { return ddp::io::read_torch_file(path.string(), true); }
 void save(const fs::path& path, const State& state) {
-  ddp::write_file_atomically(path,
-                             [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append); });
+  ddp::write_file_atomically(path, [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append); });
 }
 void cut(const fs::path& path, uintmax_t bytes) { fs::resize_file(path, fs::file_size(path) - bytes); }
 
@@ -116,8 +115,8 @@ TEST_CASE("rotation goes by number, after the link has moved, and leaves others'
   touch(dir / "checkpoint_best.pt");
   run.steps(1200);
   CHECK(names(dir.path()) == Names{"checkpoint_epoch0_step1000.pt", "checkpoint_epoch0_step1100.pt",
-                                   "checkpoint_epoch0_step1200.pt", "checkpoint_latest.pt", "step_notes",
-                                   "step_12.tmp", "checkpoint_best.pt"});
+                                   "checkpoint_epoch0_step1200.pt", "checkpoint_latest.pt", "step_notes", "step_12.tmp",
+                                   "checkpoint_best.pt"});
   CHECK(fs::read_symlink(dir / "checkpoint_latest.pt") == "checkpoint_epoch0_step1200.pt");
 }
 
@@ -136,8 +135,7 @@ TEST_CASE("rotation never takes the link's target") {
   for (int step : {1, 2, 3}) touch(dir / CheckpointName{0, step}.text());
   ddp::swap_symlink(dir / "checkpoint_latest.pt", "checkpoint_epoch0_step1.pt");
   CHECK(ddp::detail::rotate(dir.path(), 1, {0, 3}).empty());
-  CHECK(names(dir.path()) ==
-        Names{"checkpoint_epoch0_step1.pt", "checkpoint_epoch0_step3.pt", "checkpoint_latest.pt"});
+  CHECK(names(dir.path()) == Names{"checkpoint_epoch0_step1.pt", "checkpoint_epoch0_step3.pt", "checkpoint_latest.pt"});
 }
 
 TEST_CASE("old files are deleted only when the new one is safe") {
@@ -166,8 +164,8 @@ TEST_CASE("the keys are those of the Python script, and libddp") {
   const State state = load(dir / "checkpoint_latest.pt");
   std::vector<std::string> keys;
   for (const auto& item : state.as_dict()) keys.push_back(item.first.as_string());
-  CHECK(keys == std::vector<std::string>{"epoch", "step", "model_state_dict", "optimizer_state_dict", "loss",
-                                         "libddp"});
+  CHECK(keys ==
+        std::vector<std::string>{"epoch", "step", "model_state_dict", "optimizer_state_dict", "loss", "libddp"});
   CHECK(state.at("epoch") == State(3));
   CHECK(state.at("step") == State(2));
   CHECK(state.at("loss") == State(0.25));
@@ -238,8 +236,7 @@ TEST_CASE("a damaged latest: falls back to the newest whole one and says what it
   CHECK(run.checkpoints.resume().step == 10);
   CHECK_THAT(log.text, ContainsSubstring("warning"));
   CHECK_THAT(log.text, ContainsSubstring("checkpoint_epoch0_step20.pt"));
-  CHECK(names(dir.path()) ==
-        Names{"checkpoint_epoch0_step10.pt", "checkpoint_epoch0_step20.pt", "step_30.tmp"});
+  CHECK(names(dir.path()) == Names{"checkpoint_epoch0_step10.pt", "checkpoint_epoch0_step20.pt", "step_30.tmp"});
   run.checkpoints.save();  // mends the link
   CHECK(fs::read_symlink(dir / "checkpoint_latest.pt") == "checkpoint_epoch0_step10.pt");
 }
@@ -351,8 +348,7 @@ TEST_CASE("another model, missing keys, a newer format: refused with the reason,
     CHECK_THAT(refusal(without(key)), ContainsSubstring(std::string("\"") + key + "\" is missing"));
   }
   CHECK_THAT(refusal(with("step", -1)), ContainsSubstring("step"));
-  CHECK_THAT(refusal(with("model_state_dict", ddp::state_dict(*torch::nn::Linear(4, 5)))),
-             ContainsSubstring("[5, 4]"));
+  CHECK_THAT(refusal(with("model_state_dict", ddp::state_dict(*torch::nn::Linear(4, 5)))), ContainsSubstring("[5, 4]"));
   CHECK_THAT(refusal(State::list({})), ContainsSubstring("odd.pt"));
   State libddp = good.at("libddp");
   libddp.set("format", 2);
@@ -412,8 +408,7 @@ TEST_CASE("a file without libddp, as Python saves it, resumes; what it lacks is 
   CHECK(names(dir / "b") == Names{"checkpoint_epoch4_step17.pt", "checkpoint_latest.pt"});
 }
 
-TEST_CASE(
-    "every call of a save that fails: an error, the previous checkpoint stands, training goes on (B23)") {
+TEST_CASE("every call of a save that fails: an error, the previous checkpoint stands, training goes on (B23)") {
   int failures = 0;
   for (int k = 1; k < 200; ++k) {
     TempDir dir;
@@ -477,8 +472,7 @@ TEST_CASE("a directory that cannot be one is an error with the path (B23d)") {
   TempDir dir;
   touch(dir / "file");
   Run run(dir / "file/sub", {.every = 0});
-  CHECK_THAT(message_of<CheckpointError>([&] { run.checkpoints.save(); }),
-             ContainsSubstring((dir / "file").string()));
+  CHECK_THAT(message_of<CheckpointError>([&] { run.checkpoints.save(); }), ContainsSubstring((dir / "file").string()));
 }
 
 TEST_CASE("the directory can be moved elsewhere") {

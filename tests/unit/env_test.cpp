@@ -70,9 +70,9 @@ const Map kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZ
 }  // namespace
 
 TEST_CASE("read_env: a world of one where no launcher is", "[env]") {
-  const Map surroundings = GENERATE(
-      Map{}, Map{{"MASTER_ADDR", "h0"}, {"MASTER_PORT", "29500"}},
-      Map{{"SLURM_NTASKS", "4"}, {"SLURM_JOB_ID", "3"}, {"SLURM_JOB_NODELIST", "n[1-2]"}});  // salloc
+  const Map surroundings =
+      GENERATE(Map{}, Map{{"MASTER_ADDR", "h0"}, {"MASTER_PORT", "29500"}},
+               Map{{"SLURM_NTASKS", "4"}, {"SLURM_JOB_ID", "3"}, {"SLURM_JOB_NODELIST", "n[1-2]"}});  // salloc
   const Env env = read(surroundings);
   CHECK(env.launcher == Launcher::kNone);
   CHECK(env.place() == ddp::Place{.rank = 0, .size = 1});
@@ -179,11 +179,9 @@ TEST_CASE("read_env: one fault of torchrun's variables at a time", "[env]") {
       {{{"MASTER_ADDR", ""}}, "MASTER_ADDR is empty"},
       {{{"MASTER_ADDR", "h0:29500"}}, "MASTER_ADDR=h0:29500 holds a port"},
       {{{"MASTER_ADDR", "h0 "}}, "MASTER_ADDR=\"h0 \" has a blank"},
-      {{{"LOCAL_RANK", "2"}},
-       "LOCAL_RANK=2 is outside this host's 2 processes (LOCAL_WORLD_SIZE): expected 0 to 1"},
+      {{{"LOCAL_RANK", "2"}}, "LOCAL_RANK=2 is outside this host's 2 processes (LOCAL_WORLD_SIZE): expected 0 to 1"},
       {{{"LOCAL_RANK", "gpu0"}}, "LOCAL_RANK=\"gpu0\" is not a whole number"},
-      {{{"LOCAL_WORLD_SIZE", "5"}},
-       "LOCAL_WORLD_SIZE says 5 processes on this host, more than the world of 4"},
+      {{{"LOCAL_WORLD_SIZE", "5"}}, "LOCAL_WORLD_SIZE says 5 processes on this host, more than the world of 4"},
       {{{"TORCHELASTIC_RESTART_COUNT", "-1"}}, "TORCHELASTIC_RESTART_COUNT=-1 is out of range"},
   }));
   CAPTURE(row.expected);
@@ -264,8 +262,7 @@ TEST_CASE("read_env: local world size from Slurm's counts", "[env]") {
       {{{"SLURM_TASKS_PER_NODE", "2(x3),1"}, {"SLURM_NODEID", "0"}}, 2},
       {{{"SLURM_TASKS_PER_NODE", "2(x3),1"}, {"SLURM_NODEID", "2"}}, 2},
       {{{"SLURM_TASKS_PER_NODE", "2(x3),1"}, {"SLURM_NODEID", "3"}}, 1},
-      {{{"SLURM_TASKS_PER_NODE", "9(x4)"}, {"SLURM_STEP_TASKS_PER_NODE", "1,2,3,1"}, {"SLURM_NODEID", "2"}},
-       3},
+      {{{"SLURM_TASKS_PER_NODE", "9(x4)"}, {"SLURM_STEP_TASKS_PER_NODE", "1,2,3,1"}, {"SLURM_NODEID", "2"}}, 3},
       {{{"SLURM_NTASKS_PER_NODE", "2"}}, 2},
       {{}, 2},  // 7 tasks on 4 hosts
   }));
@@ -298,13 +295,11 @@ TEST_CASE("read_env: Slurm's faults, all in one message", "[env]") {
        "SLURM_PROCID=3 is outside a world of SLURM_STEP_NUM_TASKS=3: expected 0 to 2"},
       {with(kSlurm, {{"SLURM_LOCALID", "1"}}), "SLURM_LOCALID=1 is outside this host's 1 processes"},
       {without(kSlurm, {"SLURM_LOCALID"}), "SLURM_LOCALID is missing"},
-      {with(kSlurm, {{"SLURM_STEP_NODELIST", "n[1-"}}),
-       "Slurm's node list \"n[1-\" is malformed: '[' without ']'"},
+      {with(kSlurm, {{"SLURM_STEP_NODELIST", "n[1-"}}), "Slurm's node list \"n[1-\" is malformed: '[' without ']'"},
       {without(kSlurm, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}),
        "SLURM_JOB_NODELIST is missing, so the host of rank 0 is not known"},
       {with(kSlurm, {{"SLURM_STEP_TASKS_PER_NODE", "2(x"}}), "Slurm's task counts \"2(x\" is malformed"},
-      {without(kSlurm, {"SLURM_NODEID"}),
-       "SLURM_NODEID does not say which host of SLURM_TASKS_PER_NODE=2,1 this is"},
+      {without(kSlurm, {"SLURM_NODEID"}), "SLURM_NODEID does not say which host of SLURM_TASKS_PER_NODE=2,1 this is"},
       {without(kSlurm, {"SLURM_JOB_ID"}), "SLURM_JOB_ID is missing, from which the port is derived"},
       {with(kSlurm, {{"SLURM_JOB_ID", "j1"}}), "SLURM_JOB_ID=\"j1\" is not a whole number"},
       {with(kSlurm, {{"MASTER_PORT", "0"}}), "MASTER_PORT=0 is out of range"},
@@ -333,8 +328,8 @@ TEST_CASE("read_env: Open MPI on one host", "[env]") {
   CHECK(env.run_id == "2073100289");
   CHECK(env.restart_count == 0);
   // Ranks of one job agree, another job meets elsewhere.
-  CHECK(read(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}}))
-            .master_port == env.master_port);
+  CHECK(read(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}})).master_port ==
+        env.master_port);
   CHECK(read(with(kOpenMpi, {{"PMIX_NAMESPACE", "2073100290"}})).master_port != env.master_port);
   CHECK(read(without(kOpenMpi, {"PMIX_NAMESPACE"})).master_port == env.master_port);
 
@@ -347,8 +342,7 @@ TEST_CASE("read_env: Open MPI on one host", "[env]") {
 }
 
 TEST_CASE("read_env: Open MPI on several hosts needs MASTER_ADDR", "[env]") {
-  const Map two_hosts =
-      with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
+  const Map two_hosts = with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
   const std::string text = refusal(two_hosts);
   CHECK_THAT(text, ContainsSubstring("the variables of Open MPI have 1 fault:\n  MASTER_ADDR is missing"));
   CHECK_THAT(text, ContainsSubstring("-x MASTER_ADDR=<host> -x MASTER_PORT="));
@@ -392,9 +386,8 @@ TEST_CASE("first_slurm_host: the forms that Slurm prints", "[env]") {
   CHECK(ddp::first_slurm_host("n[001-128]-ib0.cluster") == "n001-ib0.cluster");
   CHECK(ddp::first_slurm_host("r[1-2]n[03-04]") == "r1n03");
   CHECK(ddp::first_slurm_host("gpu-a-[2-2]") == "gpu-a-2");
-  for (const char* malformed :
-       {"", ",", ",a", "a,", "a,,b", "n[", "n]", "n[]", "n[1", "n[1-]", "n[-2]", "n[5-3]", "n[a-b]", "n[1,]",
-        "n[1;2]", "n[[1]]", "n[1-99999999999999999999]", "n[0-9999999]"}) {
+  for (const char* malformed : {"", ",", ",a", "a,", "a,,b", "n[", "n]", "n[]", "n[1", "n[1-]", "n[-2]", "n[5-3]",
+                                "n[a-b]", "n[1,]", "n[1;2]", "n[[1]]", "n[1-99999999999999999999]", "n[0-9999999]"}) {
     CAPTURE(malformed);
     CHECK_THROWS_AS(ddp::first_slurm_host(malformed), ConfigError);
   }

@@ -51,9 +51,7 @@ class FaultyFileSystem final : public io::FileSystem {
   int symlink(const std::string& target, const std::string& link) override {
     return failing("symlink") ? -error : real().symlink(target, link);
   }
-  int read_link(const std::string& link, std::string& target) override {
-    return real().read_link(link, target);
-  }
+  int read_link(const std::string& link, std::string& target) override { return real().read_link(link, target); }
   int remove(const std::string& path) override {
     calls.push_back("remove");
     return real().remove(path);

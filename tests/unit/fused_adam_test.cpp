@@ -35,7 +35,8 @@ double difference(A& a, const std::vector<Tensor>& of_a, B& b, const std::vector
     a.step(), b.step();
   }
   double worst = 0;
-  for (size_t i = 0; i < of_a.size(); ++i) worst = std::max(worst, (of_a[i] - of_b[i]).abs().max().template item<double>());
+  for (size_t i = 0; i < of_a.size(); ++i)
+    worst = std::max(worst, (of_a[i] - of_b[i]).abs().max().template item<double>());
   return worst;
 }
 

@@ -33,8 +33,7 @@ class Recorder {
 
 }  // namespace
 
-TEST_CASE("log: information comes from rank 0 only, warnings and errors from every rank with its name",
-          "[log]") {
+TEST_CASE("log: information comes from rank 0 only, warnings and errors from every rank with its name", "[log]") {
   Recorder recorder;
   for (int rank = 0; rank < 2; ++rank) {
     const Place place{.rank = rank, .size = 2};
@@ -42,13 +41,12 @@ TEST_CASE("log: information comes from rank 0 only, warnings and errors from eve
     ddp::log::warn(place, "no space for a copy");
     ddp::log::error(place, "lost");
   }
-  CHECK(recorder.lines() == std::vector<std::string>{
-                                "[ddp] epoch 3 begins", "[ddp] rank 0/2: warning: no space for a copy",
-                                "[ddp] rank 0/2: error: lost", "[ddp] rank 1/2: warning: no space for a copy",
-                                "[ddp] rank 1/2: error: lost"});
-  const bool levels_fit =
-      recorder.levels() ==
-      std::vector<Level>{Level::kInfo, Level::kWarning, Level::kError, Level::kWarning, Level::kError};
+  CHECK(recorder.lines() ==
+        std::vector<std::string>{"[ddp] epoch 3 begins", "[ddp] rank 0/2: warning: no space for a copy",
+                                 "[ddp] rank 0/2: error: lost", "[ddp] rank 1/2: warning: no space for a copy",
+                                 "[ddp] rank 1/2: error: lost"});
+  const bool levels_fit = recorder.levels() == std::vector<Level>{Level::kInfo, Level::kWarning, Level::kError,
+                                                                  Level::kWarning, Level::kError};
   CHECK(levels_fit);
 }
 

@@ -23,9 +23,8 @@ struct Numbers : torch::data::datasets::Dataset<Numbers, torch::Tensor> {
 };
 
 auto loader_of(const DistributedSampler& sampler, size_t batch, size_t workers = 0, bool drop_last = false) {
-  return torch::data::make_data_loader(
-      Numbers(sampler.dataset_size()), sampler,
-      torch::data::DataLoaderOptions(batch).workers(workers).drop_last(drop_last));
+  return torch::data::make_data_loader(Numbers(sampler.dataset_size()), sampler,
+                                       torch::data::DataLoaderOptions(batch).workers(workers).drop_last(drop_last));
 }
 
 std::string text_of(const std::vector<torch::Tensor>& batch) {

@@ -42,7 +42,8 @@ TEST_CASE("rules by name, and the line for the log") {
   CHECK_THAT(test::message_of<ConfigError>([] { lr::rule("cubic"); }),
              ContainsSubstring("no scaling rule \"cubic\"; the rules are linear, sqrt and none"));
   CHECK(lr::describe(lr::linear, 0.1, kPlan) ==
-        "learning rate 0.4 (linear scaling of 0.1 at batch 256): 256 rows x 2 accumulated x 2 ranks = 1024 rows per step");
+        "learning rate 0.4 (linear scaling of 0.1 at batch 256): 256 rows x 2 accumulated x 2 ranks = 1024 rows per "
+        "step");
   CHECK_THAT(lr::describe(Capped(), 0.1, kPlan), ContainsSubstring("capped"));
 }
 

@@ -26,8 +26,8 @@ using namespace std::string_literals;
 namespace {
 
 void save(const fs::path& path, const State& state, const std::vector<std::string>& ordered = {}) {
-  ddp::write_file_atomically(
-      path, [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append, ordered); });
+  ddp::write_file_atomically(path,
+                             [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append, ordered); });
 }
 State load(const fs::path& path) { return ddp::io::read_torch_file(path.string(), false); }
 
@@ -47,9 +47,7 @@ std::string refusal(const std::string& body) {
 }
 
 // Pickled text, tuples of ints and the front of a tensor's call, as torch.save writes them.
-std::string text(const std::string& value) {
-  return "X"s + static_cast<char>(value.size()) + "\0\0\0"s + value;
-}
+std::string text(const std::string& value) { return "X"s + static_cast<char>(value.size()) + "\0\0\0"s + value; }
 std::string int64(int64_t value) { return "\x8a\x08"s + std::string(reinterpret_cast<char*>(&value), 8); }
 std::string tuple(const std::vector<int64_t>& values) {
   std::string out = "(";
@@ -59,8 +57,8 @@ std::string tuple(const std::vector<int64_t>& values) {
 std::string storage(const std::string& key, int64_t elements) {
   return "("s + text("storage") + "ctorch\nFloatStorage\n" + text(key) + text("cpu") + int64(elements) + "tQ";
 }
-std::string tensor(const std::string& key, int64_t elements, int64_t offset,
-                   const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+std::string tensor(const std::string& key, int64_t elements, int64_t offset, const std::vector<int64_t>& sizes,
+                   const std::vector<int64_t>& strides) {
   return "ctorch._utils\n_rebuild_tensor_v2\n("s + storage(key, elements) + int64(offset) + tuple(sizes) +
          tuple(strides) + "\x89" + "ccollections\nOrderedDict\n)R" + "tR";
 }
@@ -91,8 +89,8 @@ TEST_CASE("plain values come back with their types") {
        {"floats", State::list({0.0, -1.5, 1e300, std::numeric_limits<double>::infinity()})},
        {"text", State::list({"", "é€😀", "with\nlines", std::string(1000, 'x')})},
        {"bytes", State::list({State::Bytes{""}, State::Bytes{"\0\x7f\x80\xff"s}})},
-       {"tuples", State::list({State::tuple({}), State::tuple({1}), State::tuple({1, 2}),
-                               State::tuple({1, 2, 3}), State::tuple({1, 2, 3, 4})})},
+       {"tuples", State::list({State::tuple({}), State::tuple({1}), State::tuple({1, 2}), State::tuple({1, 2, 3}),
+                               State::tuple({1, 2, 3, 4})})},
        {"empty", State::list({State::list({}), State::dict()})},
        {"dict", State::dict({{3, "three"}, {"key", State::list({1})}})}});
   CHECK(round_trip(state) == state);
@@ -111,9 +109,9 @@ TEST_CASE("a long list of names is memoized past 255 entries") {
 
 TEST_CASE("tensors of every dtype come back with dtype, shape, strides and values") {
   for (auto dtype :
-       {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16, torch::kLong, torch::kInt,
-        torch::kShort, torch::kChar, torch::kByte, torch::kBool, torch::kComplexFloat, torch::kComplexDouble,
-        torch::kFloat8_e4m3fn, torch::kFloat8_e5m2, torch::kUInt16, torch::kUInt32, torch::kUInt64}) {
+       {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16, torch::kLong, torch::kInt, torch::kShort,
+        torch::kChar, torch::kByte, torch::kBool, torch::kComplexFloat, torch::kComplexDouble, torch::kFloat8_e4m3fn,
+        torch::kFloat8_e5m2, torch::kUInt16, torch::kUInt32, torch::kUInt64}) {
     CAPTURE(c10::toString(dtype));
     const auto values = torch::arange(12, torch::kFloat).view({3, 4}).to(dtype);
     const auto back = round_trip(State::dict({{"t", values}})).at("t").as_tensor();
@@ -126,9 +124,9 @@ TEST_CASE("tensors of every dtype come back with dtype, shape, strides and value
 TEST_CASE("shapes and strides: 0-dim, empty, transposed, expanded, with an offset, conjugated") {
   const auto base = torch::arange(24.0).view({4, 6});
   const auto complex = torch::complex(base, base + 1);
-  for (const auto& tensor : {torch::tensor(3.5), torch::empty({0}), torch::empty({2, 0, 3}), base.t(),
-                             base.slice(1, 1, 5, 2), base[2], base[0].expand({3, 6}), complex.conj(),
-                             torch::imag(complex.conj()), base.clone().requires_grad_()}) {
+  for (const auto& tensor :
+       {torch::tensor(3.5), torch::empty({0}), torch::empty({2, 0, 3}), base.t(), base.slice(1, 1, 5, 2), base[2],
+        base[0].expand({3, 6}), complex.conj(), torch::imag(complex.conj()), base.clone().requires_grad_()}) {
     const auto back = round_trip(State::dict({{"t", tensor}})).at("t").as_tensor();
     CHECK(back.sizes() == tensor.sizes());
     CHECK(back.equal(tensor.resolve_conj().resolve_neg()));
@@ -161,9 +159,7 @@ TEST_CASE("one storage seen as two dtypes keeps both values") {
 
 TEST_CASE("what cannot be written is named with its place") {
   TempDir dir;
-  auto message = [&](const State& state) {
-    return message_of<CheckpointError>([&] { save(dir / "a.pt", state); });
-  };
+  auto message = [&](const State& state) { return message_of<CheckpointError>([&] { save(dir / "a.pt", state); }); };
   CHECK_THAT(message(State::dict({{"a", State::list({1, torch::eye(2).to_sparse()})}})),
              ContainsSubstring("[\"a\"][1]"));
   CHECK_THAT(message(State::dict({{"a", "\xff\xfe"}})), ContainsSubstring("UTF-8"));
@@ -188,8 +184,7 @@ TEST_CASE("reads and writes that are short or interrupted change nothing") {
 TEST_CASE("the checksum is that of zip files") {
   CHECK(ddp::io::crc32("123456789", 9) == 0xCBF43926u);  // the check value of CRC-32/ISO-HDLC
   const std::string text(1000, 'a');
-  CHECK(ddp::io::crc32(text.data() + 33, 967, ddp::io::crc32(text.data(), 33)) ==
-        ddp::io::crc32(text.data(), 1000));
+  CHECK(ddp::io::crc32(text.data() + 33, 967, ddp::io::crc32(text.data(), 33)) == ddp::io::crc32(text.data(), 1000));
 }
 
 TEST_CASE("a pickle that asks for anything else is refused by name, with the byte") {
@@ -198,10 +193,9 @@ TEST_CASE("a pickle that asks for anything else is refused by name, with the byt
   CHECK_THAT(refusal(call), ContainsSubstring("os.system"));
   CHECK_THAT(refusal(call), ContainsSubstring("byte 2"));
   CHECK_FALSE(fs::exists("/tmp/libddp_was_here"));
-  for (const char* name :
-       {"builtins\neval", "__builtin__\neval", "torch\nload", "torch._utils\n_rebuild_sparse_tensor",
-        "collections\nCounter", "torch\nQInt8Storage", "numpy.core.multiarray\n_reconstruct",
-        "torch._tensor\n_rebuild_from_type_v2", "__main__\nNet"}) {
+  for (const char* name : {"builtins\neval", "__builtin__\neval", "torch\nload", "torch._utils\n_rebuild_sparse_tensor",
+                           "collections\nCounter", "torch\nQInt8Storage", "numpy.core.multiarray\n_reconstruct",
+                           "torch._tensor\n_rebuild_from_type_v2", "__main__\nNet"}) {
     CAPTURE(name);
     CHECK_THAT(refusal("c"s + name + "\n."), ContainsSubstring("refused"));
   }
@@ -260,8 +254,7 @@ TEST_CASE("malformed pickles are errors") {
 
 TEST_CASE("bombs: nesting, lists of lists of lists, a list in itself") {
   CHECK_THAT(refusal(std::string(100'000, '(') + "."), ContainsSubstring("unused"));
-  CHECK_THAT(refusal(std::string(50'000, ']') + std::string(49'999, 'a') + "."),
-             ContainsSubstring("100 levels"));
+  CHECK_THAT(refusal(std::string(50'000, ']') + std::string(49'999, 'a') + "."), ContainsSubstring("100 levels"));
   CHECK_THAT(refusal("]q\x01h\x01"
                      "a."),
              ContainsSubstring("100 levels"));
@@ -279,8 +272,7 @@ TEST_CASE("tensors that do not fit their storage are refused") {
   TempDir dir;
   const std::string data(16, '\0');  // 4 floats
   auto outcome = [&](const std::string& body) {
-    write_records(dir / "a.pt",
-                  {{"data.pkl", "\x80\x02" + body + "."}, {"byteorder", "little"}, {"data/0", data}});
+    write_records(dir / "a.pt", {{"data.pkl", "\x80\x02" + body + "."}, {"byteorder", "little"}, {"data/0", data}});
     return load(dir / "a.pt");
   };
   CHECK(outcome(tensor("0", 4, 0, {2, 2}, {2, 1})).as_tensor().numel() == 4);
@@ -291,21 +283,17 @@ TEST_CASE("tensors that do not fit their storage are refused") {
     int64_t offset;
     std::vector<int64_t> sizes, strides;
   };
-  for (const Row& row :
-       {Row{0, {5}, {1}}, Row{1, {4}, {1}}, Row{0, {2, 2}, {3, 2}}, Row{-1, {1}, {1}}, Row{0, {-1}, {1}},
-        Row{0, {2}, {-1}}, Row{0, {big, big}, {0, 0}}, Row{0, {2}, {big}}, Row{big, {1}, {1}},
-        Row{0, {4}, {}}, Row{0, {big}, {0}}, Row{INT64_MAX, {2}, {1}}}) {
-    CHECK_THAT(
-        message_of<CheckpointError>([&] { outcome(tensor("0", 4, row.offset, row.sizes, row.strides)); }),
-        ContainsSubstring("does not fit its storage"));
+  for (const Row& row : {Row{0, {5}, {1}}, Row{1, {4}, {1}}, Row{0, {2, 2}, {3, 2}}, Row{-1, {1}, {1}},
+                         Row{0, {-1}, {1}}, Row{0, {2}, {-1}}, Row{0, {big, big}, {0, 0}}, Row{0, {2}, {big}},
+                         Row{big, {1}, {1}}, Row{0, {4}, {}}, Row{0, {big}, {0}}, Row{INT64_MAX, {2}, {1}}}) {
+    CHECK_THAT(message_of<CheckpointError>([&] { outcome(tensor("0", 4, row.offset, row.sizes, row.strides)); }),
+               ContainsSubstring("does not fit its storage"));
   }
-  CHECK_THAT(message_of<CheckpointError>([&] { outcome(tensor("0", 5, 0, {1}, {1})); }),
-             ContainsSubstring("16 bytes"));
+  CHECK_THAT(message_of<CheckpointError>([&] { outcome(tensor("0", 5, 0, {1}, {1})); }), ContainsSubstring("16 bytes"));
   CHECK_THROWS_AS(outcome(tensor("0", -1, 0, {1}, {1})), CheckpointError);
   CHECK_THAT(message_of<CheckpointError>([&] { outcome(tensor("7", 4, 0, {1}, {1})); }),
              ContainsSubstring("data/7 is missing"));
-  CHECK_THAT(message_of<CheckpointError>([&] { outcome(storage("0", 4)); }),
-             ContainsSubstring("without a tensor"));
+  CHECK_THAT(message_of<CheckpointError>([&] { outcome(storage("0", 4)); }), ContainsSubstring("without a tensor"));
 }
 
 TEST_CASE("damaged files: every byte cut, flipped payloads, appended bytes, missing records") {
@@ -347,12 +335,10 @@ TEST_CASE("damaged files: every byte cut, flipped payloads, appended bytes, miss
   }
 
   write_records(dir / "none.pt", {{"byteorder", "little"}});
-  CHECK_THAT(message_of<CheckpointError>([&] { load(dir / "none.pt"); }),
-             ContainsSubstring("data.pkl is missing"));
+  CHECK_THAT(message_of<CheckpointError>([&] { load(dir / "none.pt"); }), ContainsSubstring("data.pkl is missing"));
   write_records(dir / "big.pt", {{"data.pkl", "\x80\x02N."}, {"byteorder", "big"}});
   CHECK_THAT(message_of<CheckpointError>([&] { load(dir / "big.pt"); }), ContainsSubstring("big-endian"));
-  CHECK_THAT(message_of<CheckpointError>([&] { load(dir / "absent.pt"); }),
-             ContainsSubstring("No such file"));
+  CHECK_THAT(message_of<CheckpointError>([&] { load(dir / "absent.pt"); }), ContainsSubstring("No such file"));
   CHECK_THAT(message_of<CheckpointError>([&] { load(dir.path()); }), ContainsSubstring("directory"));
 }
 

@@ -73,9 +73,12 @@ TEST_CASE("only one at a time, and only signals that can be caught") {
     CHECK_THAT(ddp::test::message_of<ddp::ConfigError>([&] { Preemption two(alone); }),
                ContainsSubstring("another Preemption lives"));
   }
-  struct sigaction before {}, after {};
+  struct sigaction before {
+  }, after{};
   ::sigaction(SIGTERM, nullptr, &before);
-  CHECK_THAT(ddp::test::message_of<ddp::ConfigError>([&] { Preemption(alone, {.signals = {SIGTERM, SIGKILL}}); }),
+  CHECK_THAT(ddp::test::message_of<ddp::ConfigError>([&] {
+               Preemption(alone, {.signals = {SIGTERM, SIGKILL}});
+             }),
              ContainsSubstring("SIGKILL cannot be caught"));
   ::sigaction(SIGTERM, nullptr, &after);
   CHECK(before.sa_handler == after.sa_handler);

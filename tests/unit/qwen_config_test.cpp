@@ -152,7 +152,8 @@ TEST_CASE("a command line that cannot be used is refused with its reason") {
   };
   for (const auto& [arguments, text] : faults) {
     INFO(text);
-    CHECK_THAT(message_of<ddp::ConfigError>([&, &arguments = arguments] { parse(arguments); }), ContainsSubstring(text));
+    CHECK_THAT(message_of<ddp::ConfigError>([&, &arguments = arguments] { parse(arguments); }),
+               ContainsSubstring(text));
   }
 }
 

@@ -22,7 +22,9 @@ namespace fs = std::filesystem;
 
 class Folder {
  public:
-  Folder() : path_(fs::temp_directory_path() / ("qwen_data_" + std::to_string(::getpid()))) { fs::create_directories(path_); }
+  Folder() : path_(fs::temp_directory_path() / ("qwen_data_" + std::to_string(::getpid()))) {
+    fs::create_directories(path_);
+  }
   ~Folder() { fs::remove_all(path_); }
   std::string write(const std::string& name, const std::string& text) const {
     fs::create_directories((path_ / name).parent_path());
@@ -50,9 +52,11 @@ TEST_CASE("text is read in the order of paths, by extension, up to a limit") {
   CHECK(text_of(qwen::read_text({folder.path()})) == "aazzbb\xff\x80");  // "a.md" < "a/z.h": '.' comes before '/'
   CHECK(text_of(qwen::read_text({folder.path() / "d.cpp", folder.path() / "b.txt"})) == "ddbb");
   CHECK(text_of(qwen::read_text({folder.path()}, /*limit=*/3)) == "aazz");
-  CHECK_THAT(message_of<ddp::DataError>([&] { qwen::read_text({folder.path() / "none"}); }), ContainsSubstring("no such file"));
+  CHECK_THAT(message_of<ddp::DataError>([&] { qwen::read_text({folder.path() / "none"}); }),
+             ContainsSubstring("no such file"));
   fs::create_directories(folder.path() / "empty");
-  CHECK_THAT(message_of<ddp::DataError>([&] { qwen::read_text({folder.path() / "empty"}); }), ContainsSubstring("no text"));
+  CHECK_THAT(message_of<ddp::DataError>([&] { qwen::read_text({folder.path() / "empty"}); }),
+             ContainsSubstring("no text"));
 }
 
 TEST_CASE("windows have stride seq and targets one token later") {

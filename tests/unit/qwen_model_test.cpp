@@ -11,8 +11,12 @@ namespace {
 
 using ddp::test::Approx;
 
-const qwen::Config kConfig = {.vocab_size = 260, .hidden_size = 16, .intermediate_size = 24, .num_hidden_layers = 2,
-                              .num_attention_heads = 4, .num_key_value_heads = 2};
+const qwen::Config kConfig = {.vocab_size = 260,
+                              .hidden_size = 16,
+                              .intermediate_size = 24,
+                              .num_hidden_layers = 2,
+                              .num_attention_heads = 4,
+                              .num_key_value_heads = 2};
 
 double largest(const torch::Tensor& t) { return t.abs().max().item<double>(); }
 
@@ -36,7 +40,8 @@ TEST_CASE("rotary positions turn pairs (i, i + d/2) by the position's angle") {
   for (int64_t p = 0; p < 3; ++p) {
     const double a = static_cast<double>(p), b = a / 100;
     const auto expected = torch::tensor({std::cos(a) - 3 * std::sin(a), 2 * std::cos(b) - 4 * std::sin(b),
-                                         3 * std::cos(a) + std::sin(a), 4 * std::cos(b) + 2 * std::sin(b)}, torch::kFloat64);
+                                         3 * std::cos(a) + std::sin(a), 4 * std::cos(b) + 2 * std::sin(b)},
+                                        torch::kFloat64);
     CHECK(largest(y[0][0][p] - expected) < 1e-6);
   }
 }
@@ -49,7 +54,8 @@ TEST_CASE("a head's key and value serve its group of query heads") {
 
   // By hand: softmax(q k^T / sqrt(d)) v, one query head after the other.
   const auto heads = [](const torch::Tensor& t) { return t.view({2, 5, -1, 4}).transpose(1, 2); };
-  const auto q = rotary(heads(attention->q_proj(x))), k = rotary(heads(attention->k_proj(x))), v = heads(attention->v_proj(x));
+  const auto q = rotary(heads(attention->q_proj(x))), k = rotary(heads(attention->k_proj(x))),
+             v = heads(attention->v_proj(x));
   const auto hidden = torch::full({5, 5}, -INFINITY).triu(1);
   std::vector<torch::Tensor> out;
   for (int64_t head = 0; head < 4; ++head) {
@@ -108,7 +114,8 @@ TEST_CASE("sampling repeats with its seed, keeps the prompt and writes the bytes
   CHECK(text != qwen::sample(model, "ab", {.bytes = 20, .context = 8, .seed = 1}));
 
   // Among the one likeliest byte there is no choice.
-  const auto next = model(torch::tensor({{97, 98}}, torch::kInt64)).select(0, 0).select(0, -1).narrow(0, 0, 256).argmax();
+  const auto next =
+      model(torch::tensor({{97, 98}}, torch::kInt64)).select(0, 0).select(0, -1).narrow(0, 0, 256).argmax();
   CHECK(static_cast<uint8_t>(qwen::sample(model, "ab", {.bytes = 1, .top_k = 1}).back()) == next.item<int64_t>());
 }
 

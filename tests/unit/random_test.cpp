@@ -12,9 +12,7 @@ using ddp::Place;
 
 torch::Tensor dropout_mask(int64_t n) { return torch::dropout(torch::ones({n}), 0.5, /*train=*/true); }
 
-std::vector<float> values(const torch::Tensor& t) {
-  return {t.data_ptr<float>(), t.data_ptr<float>() + t.numel()};
-}
+std::vector<float> values(const torch::Tensor& t) { return {t.data_ptr<float>(), t.data_ptr<float>() + t.numel()}; }
 
 // Rows whose augmentation is drawn from the row's own generator.
 class NoisyRows : public torch::data::datasets::Dataset<NoisyRows, torch::data::TensorExample> {
@@ -56,8 +54,7 @@ TEST_CASE("seed_all: dropout masks differ between ranks, repeat between runs and
 
 TEST_CASE("seed_all: rank 1's uniform numbers are Python's after manual_seed(43)", "[random]") {
   ddp::seed_all(42, {.rank = 1, .size = 4});
-  CHECK(values(torch::rand({4})) ==
-        std::vector<float>{0.453968287f, 0.196491241f, 0.921035707f, 0.346179068f});
+  CHECK(values(torch::rand({4})) == std::vector<float>{0.453968287f, 0.196491241f, 0.921035707f, 0.346179068f});
 }
 
 TEST_CASE("make_generator: repeats, differs by seed, rank and stream, and leaves the default generator alone",

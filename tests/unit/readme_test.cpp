@@ -47,6 +47,7 @@ std::string lines_of(const std::string& text) {
 TEST_CASE("the README and ddp.h show the program of examples/tutorial.cpp") {
   const auto program = lines_of(between(read("examples/tutorial.cpp"), "// [tutorial]\n", "// [/tutorial]"));
   REQUIRE(program.size() > 1000);
-  CHECK(lines_of(between(read("README.md"), "<!-- snippet: examples/tutorial.cpp -->\n```cpp\n", "int main")) == program);
+  CHECK(lines_of(between(read("README.md"), "<!-- snippet: examples/tutorial.cpp -->\n```cpp\n", "int main")) ==
+        program);
   CHECK(lines_of(between(read("libddp/include/ddp/ddp.h"), "it makes possible:\n", "//   int main")) == program);
 }

@@ -114,8 +114,7 @@ TEST_CASE("run: the rank of the report is read leniently from each launcher", "[
   };
   CHECK(report() == "[ddp::run] rank 0/1: boom\n");
   SECTION("Slurm") {
-    ScopedEnv rank("SLURM_PROCID", "3"), size("SLURM_NTASKS", "4"),
-        step("SLURM_STEP_NUM_TASKS", std::nullopt);
+    ScopedEnv rank("SLURM_PROCID", "3"), size("SLURM_NTASKS", "4"), step("SLURM_STEP_NUM_TASKS", std::nullopt);
     CHECK(report() == "[ddp::run] rank 3/4: boom\n");
   }
   SECTION("Open MPI") {

@@ -60,7 +60,9 @@ TEST_CASE("a dict keeps order, replaces in place and names its keys when one is 
 }
 
 TEST_CASE("a dict refuses a key that comes twice, also where keys differ only in type it does not") {
-  CHECK_THAT(refusal([] { State::dict({{"a", 1}, {"b", 2}, {"a", 3}}); }),
+  CHECK_THAT(refusal([] {
+               State::dict({{"a", 1}, {"b", 2}, {"a", 3}});
+             }),
              ContainsSubstring("has the key \"a\" twice"));
   CHECK_THROWS_AS(State::dict({{1, 1}, {1, 2}}), ddp::DataError);
   CHECK_NOTHROW(State::dict({{1, 1}, {"1", 2}}));
@@ -82,6 +84,7 @@ TEST_CASE("equality is of type and value") {
 TEST_CASE("what is read of a temporary outlives it") {
   auto make = [] { return State::dict({{"a key that is too long for the small string", 1}}); };
   int64_t sum = 0;
-  for (const auto& [key, value] : make().as_dict()) sum += value.as_int() + static_cast<int64_t>(key.as_string().size());
+  for (const auto& [key, value] : make().as_dict())
+    sum += value.as_int() + static_cast<int64_t>(key.as_string().size());
   CHECK(sum == 44);
 }

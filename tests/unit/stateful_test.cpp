@@ -84,8 +84,8 @@ TEST_CASE("names come in Python's order: own parameters, own buffers, children")
   // Python: list(Net().state_dict()), the same registrations in the same order.
   CHECK(keys(ddp::state_dict(*Net())) ==
         std::vector<std::string>{"scale", "block.gain", "block.table", "block.norm.weight", "block.norm.bias",
-                                 "block.norm.running_mean", "block.norm.running_var",
-                                 "block.norm.num_batches_tracked", "head.weight", "head.bias"});
+                                 "block.norm.running_mean", "block.norm.running_var", "block.norm.num_batches_tracked",
+                                 "head.weight", "head.bias"});
 }
 
 TEST_CASE("a module gets another's values, also under the wrapper's prefix and in another dtype") {
@@ -139,9 +139,8 @@ TEST_CASE("the optimizers' layout is Python's") {
   step(model, adamw);
   State state = ddp::state_dict(adamw);
   CHECK(keys(state) == std::vector<std::string>{"state", "param_groups"});
-  CHECK(keys(only_group(state)) == std::vector<std::string>{"lr", "betas", "eps", "weight_decay", "amsgrad",
-                                                            "maximize", "foreach", "capturable",
-                                                            "differentiable", "fused",
+  CHECK(keys(only_group(state)) == std::vector<std::string>{"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize",
+                                                            "foreach", "capturable", "differentiable", "fused",
                                                             "decoupled_weight_decay", "params"});
   CHECK(only_group(state).at("params") == State::list({0, 1}));
   CHECK(only_group(state).at("decoupled_weight_decay") == State(true));
@@ -160,10 +159,9 @@ TEST_CASE("the optimizers' layout is Python's") {
   CHECK(ddp::state_dict(sgd).at("state").as_dict().empty());
   step(model, sgd);
   CHECK(keys(only_group(ddp::state_dict(sgd))) ==
-        std::vector<std::string>{"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize",
-                                 "foreach", "differentiable", "fused", "params"});
-  CHECK(keys(ddp::state_dict(sgd).at("state").as_dict().at(0).second) ==
-        std::vector<std::string>{"momentum_buffer"});
+        std::vector<std::string>{"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach",
+                                 "differentiable", "fused", "params"});
+  CHECK(keys(ddp::state_dict(sgd).at("state").as_dict().at(0).second) == std::vector<std::string>{"momentum_buffer"});
 }
 
 TEST_CASE("a fresh optimizer with other options goes on as the first would have (B27)") {
@@ -214,8 +212,7 @@ TEST_CASE("older and other files of Python: step as a number, missing options, l
       {{"state", State::dict({{7, State::dict({{"step", 3},
                                                {"exp_avg", torch::full({1, 1}, 0.5, torch::kDouble)},
                                                {"exp_avg_sq", torch::full({1, 1}, 0.25)}})}})},
-       {"param_groups",
-        State::list({State::dict({{"lr", torch::tensor(0.5)}, {"params", State::list({7, 9})}})})}});
+       {"param_groups", State::list({State::dict({{"lr", torch::tensor(0.5)}, {"params", State::list({7, 9})}})})}});
   torch::optim::Adam optim(model->parameters(), torch::optim::AdamOptions(0.1).eps(1e-3));
   ddp::load_state_dict(optim, state);
   const State back = ddp::state_dict(optim);
@@ -256,8 +253,7 @@ TEST_CASE("what does not fit an optimizer is an error, and nothing is changed") 
              ContainsSubstring("distinct"));
   CHECK_THAT(refused(with_group(good, set_in(only_group(good), "params", State::list({0, 5})))),
              ContainsSubstring("entry 1 that no group names"));
-  CHECK_THAT(refused(with_group(good, set_in(only_group(good), "maximize", true))),
-             ContainsSubstring("maximizes"));
+  CHECK_THAT(refused(with_group(good, set_in(only_group(good), "maximize", true))), ContainsSubstring("maximizes"));
   CHECK_THAT(refused(with_group(good, set_in(only_group(good), "amsgrad", true))),
              ContainsSubstring("max_exp_avg_sq is missing"));
   CHECK_THAT(refused(with_group(good, set_in(only_group(good), "betas", 0.9))), ContainsSubstring("betas"));
@@ -270,8 +266,7 @@ TEST_CASE("two groups number their parameters through") {
   auto model = one_by_one();
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(std::vector<torch::Tensor>{model->weight});
-  groups.emplace_back(std::vector<torch::Tensor>{model->bias},
-                      std::make_unique<torch::optim::SGDOptions>(0.5));
+  groups.emplace_back(std::vector<torch::Tensor>{model->bias}, std::make_unique<torch::optim::SGDOptions>(0.5));
   torch::optim::SGD optim(groups, torch::optim::SGDOptions(0.1).momentum(0.9));
   step(model, optim);
   const State state = ddp::state_dict(optim);

@@ -28,8 +28,7 @@ using Append = std::function<void(const void* data, size_t size)>;
 /// only the last step fails, the fsync of the directory, it is the new file already, whole but perhaps not
 /// durable). Throws CheckpointError naming path, operation and reason. A failed fsync is never tried again:
 /// the kernel may have dropped the data and would answer "fine".
-void write_file_atomically(const std::filesystem::path& path,
-                           const std::function<void(const Append&)>& writer,
+void write_file_atomically(const std::filesystem::path& path, const std::function<void(const Append&)>& writer,
                            const std::string& temporary = "");
 
 /// Makes `link` a symbolic link to `target`, in one step whether it exists or not; durable when it returns.

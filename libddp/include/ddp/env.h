@@ -29,9 +29,9 @@ struct Env {
   int local_world_size = 1;      ///< processes on this host
   std::string master_addr = {};  ///< host of the rendezvous store; empty in a world of one
   uint16_t master_port = 0;
-  bool agent_store = false;      ///< torchrun's agent serves the store: every rank is a client
-  std::string run_id = {};       ///< the launcher's name of this job, "" where it has none
-  int restart_count = 0;         ///< earlier lives of this job
+  bool agent_store = false;  ///< torchrun's agent serves the store: every rank is a client
+  std::string run_id = {};   ///< the launcher's name of this job, "" where it has none
+  int restart_count = 0;     ///< earlier lives of this job
 
   Place place() const { return {.rank = rank, .size = world_size}; }
 };

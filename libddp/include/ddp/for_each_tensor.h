@@ -27,10 +27,14 @@ struct AnyTensorVisitor {
 };
 
 template <class T>
-concept HasOwnVisit = requires(T& value, AnyTensorVisitor f) { for_each_tensor(value, f); };
+concept HasOwnVisit = requires(T& value, AnyTensorVisitor f) {
+  for_each_tensor(value, f);
+};
 
 template <class T>
-concept TupleLike = requires { std::tuple_size<T>::value; };
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
 
 template <class T>
 concept PointerLike = requires(T& value) {
@@ -39,7 +43,9 @@ concept PointerLike = requires(T& value) {
 };
 
 template <class T>
-concept MapLike = requires { typename T::mapped_type; };
+concept MapLike = requires {
+  typename T::mapped_type;
+};
 
 template <class T>
 concept RangeLike = requires(T& value) {

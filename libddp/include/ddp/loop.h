@@ -15,8 +15,8 @@
 #include <iterator>
 #include <utility>
 
-#include "ddp/loop_windows.h"
 #include "ddp/distributed_sampler.h"
+#include "ddp/loop_windows.h"
 
 namespace ddp {
 
@@ -59,8 +59,7 @@ class Epochs {
 
   class Iterator {
    public:
-    Iterator(int index, int end, DistributedSampler sampler)
-        : index_(index), end_(end), sampler_(std::move(sampler)) {}
+    Iterator(int index, int end, DistributedSampler sampler) : index_(index), end_(end), sampler_(std::move(sampler)) {}
     Epoch operator*() const { return {index_, sampler_}; }
     Iterator& operator++();
     friend bool operator==(const Iterator& it, std::default_sentinel_t) { return it.index_ >= it.end_; }

@@ -9,9 +9,9 @@
 // scancel --signal=TERM reach the tasks.
 #pragma once
 
+#include <chrono>
 #include <csignal>
 #include <cstdint>
-#include <chrono>
 #include <memory>
 #include <vector>
 

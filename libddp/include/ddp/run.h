@@ -27,7 +27,8 @@ int run(const std::function<int()>& body);
 template <std::invocable Body>
 int run(Body&& body) {
   using Result = std::invoke_result_t<Body&>;
-  static_assert(std::is_void_v<Result> || std::is_same_v<Result, int>, "ddp::run: the body returns void or an exit code");
+  static_assert(std::is_void_v<Result> || std::is_same_v<Result, int>,
+                "ddp::run: the body returns void or an exit code");
   if constexpr (std::is_void_v<Result>) {
     return detail::run([&body] {
       body();

@@ -50,8 +50,8 @@ class State {
   State(T value) : value_(std::in_place_type<bool>, value) {}
   /// Any integer type. Throws DataError for an unsigned value beyond int64.
   template <std::integral T>
-    requires(!std::same_as<T, bool>)
-  State(T value) : value_(std::in_place_type<int64_t>, checked(value, std::in_range<int64_t>(value))) {}
+  requires(!std::same_as<T, bool>) State(T value)
+      : value_(std::in_place_type<int64_t>, checked(value, std::in_range<int64_t>(value))) {}
   State(double value);
   State(const char* value);
   State(std::string value);

@@ -46,8 +46,7 @@ void load_state_dict(torch::nn::Module& module, const State& state);
 /// through all groups. Throws ConfigError for another optimizer than Adam, AdamW, SGD and what derives from
 /// them.
 State state_dict(const torch::optim::Optimizer& optimizer);
-Remarks check_state_dict(const torch::optim::Optimizer& optimizer, const State& state,
-                         const LoadOptions& options = {});
+Remarks check_state_dict(const torch::optim::Optimizer& optimizer, const State& state, const LoadOptions& options = {});
 /// Reads files of Python and of older versions of it: a missing option keeps the program's value, 'step' may
 /// be a number. State becomes tensors of each parameter's dtype, device and strides.
 void load_state_dict(torch::optim::Optimizer& optimizer, const State& state, const LoadOptions& options = {});
@@ -70,9 +69,7 @@ class Stateful {
 
   State save() const { return impl_->save(); }
   /// Objects that tell their own state are not checked: their `load` may still throw.
-  Remarks check(const State& state, const LoadOptions& options = {}) const {
-    return impl_->check(state, options);
-  }
+  Remarks check(const State& state, const LoadOptions& options = {}) const { return impl_->check(state, options); }
   void load(const State& state, const LoadOptions& options = {}) const { impl_->load(state, options); }
 
   /// The module or optimizer behind it, nullptr for anything else.

@@ -31,8 +31,7 @@ constexpr Tables make_tables() {
 }
 
 constexpr Tables kTables = make_tables();
-static_assert(std::endian::native == std::endian::little,
-              "checkpoints are written and read on little-endian machines");
+static_assert(std::endian::native == std::endian::little, "checkpoints are written and read on little-endian machines");
 
 uint32_t fold(uint32_t word, size_t slice) {
   return kTables[slice + 3][word & 0xff] ^ kTables[slice + 2][(word >> 8) & 0xff] ^

@@ -1,6 +1,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <bit>
 #include <cstring>
@@ -268,8 +268,7 @@ class Unpickler {
 
   void reduce() {
     const Value arguments = pop(), callee = pop();
-    if (callee.tag != Tag::kGlobal || arguments.tag != Tag::kTuple)
-      fail("a call of something that cannot be called");
+    if (callee.tag != Tag::kGlobal || arguments.tag != Tag::kTuple) fail("a call of something that cannot be called");
     const std::vector<Value> args = container(arguments);
     switch (static_cast<Global>(callee.number)) {
       case Global::kOrderedDict:
@@ -308,8 +307,7 @@ class Unpickler {
   }
 
   void encode(const std::vector<Value>& args) {
-    require(args.size() == 2 && args[0].tag == Tag::kString && args[1].tag == Tag::kString &&
-                text(args[1]) == "latin1",
+    require(args.size() == 2 && args[0].tag == Tag::kString && args[1].tag == Tag::kString && text(args[1]) == "latin1",
             "bytes are encoded as latin1");
     auto bytes = utf8_to_latin1(text(args[0]));
     require(bytes.has_value(), "bytes are characters below 256");
@@ -320,8 +318,7 @@ class Unpickler {
     const Value id = pop();
     require(id.tag == Tag::kTuple && container(id).size() == 5, "a storage is named by five values");
     const std::vector<Value> parts = container(id);
-    require(parts[0].tag == Tag::kString && text(parts[0]) == "storage",
-            "only storages are outside the pickle");
+    require(parts[0].tag == Tag::kString && text(parts[0]) == "storage", "only storages are outside the pickle");
     require(parts[1].tag == Tag::kGlobal && parts[2].tag == Tag::kString && parts[4].tag == Tag::kInt,
             "a storage has a class, a name and a size");
     const auto storage_class = static_cast<Global>(parts[1].number);
@@ -334,8 +331,8 @@ class Unpickler {
     if (found == loaded_.end()) found = loaded_.emplace(key, load_storage_(key)).first;
     const uint64_t bytes = found->second.nbytes(), item = is_untyped ? 1 : c10::elementSize(dtype);
     if (parts[4].number < 0 || static_cast<uint64_t>(parts[4].number) > bytes / item) {
-      fail(fmt::format("storage {} is to hold {} elements of {} bytes, its record has {} bytes", key,
-                       parts[4].number, item, bytes));
+      fail(fmt::format("storage {} is to hold {} elements of {} bytes, its record has {} bytes", key, parts[4].number,
+                       item, bytes));
     }
     storages_.push_back({found->second, dtype, is_untyped});
     push(Tag::kStorage, static_cast<int64_t>(storages_.size() - 1));
@@ -350,8 +347,7 @@ class Unpickler {
     const Storage& source = storages_[static_cast<size_t>(args[0].number)];
     auto dtype = source.dtype;
     if (has_dtype) {
-      require(args[6].tag == Tag::kGlobal && static_cast<Global>(args[6].number) == Global::kDtype,
-              "a dtype by name");
+      require(args[6].tag == Tag::kGlobal && static_cast<Global>(args[6].number) == Global::kDtype, "a dtype by name");
       dtype = static_cast<torch::ScalarType>(args[6].extra);
     }
     require(has_dtype == source.is_untyped, "a dtype stands in one place");
@@ -394,8 +390,7 @@ class Unpickler {
 
   State build(const Value& value, int depth) {
     if (depth > kMaxDepth) fail(fmt::format("nested deeper than {} levels", kMaxDepth));
-    if (budget_ == 0)
-      fail("the same lists are repeated so often that the file would grow in memory without bound");
+    if (budget_ == 0) fail("the same lists are repeated so often that the file would grow in memory without bound");
     --budget_;
     // clang-format off
     switch (value.tag) {
@@ -427,8 +422,7 @@ class Unpickler {
     const auto& flat = container(value);
     State::Dict dict;
     for (size_t i = 0; i + 1 < flat.size(); i += 2) {
-      if (flat[i].tag != Tag::kString && flat[i].tag != Tag::kInt)
-        fail("a dict's key that is neither str nor int");
+      if (flat[i].tag != Tag::kString && flat[i].tag != Tag::kInt) fail("a dict's key that is neither str nor int");
       dict.items.emplace_back(build(flat[i], depth + 1), build(flat[i + 1], depth + 1));
     }
     return dict;

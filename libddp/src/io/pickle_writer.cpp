@@ -128,8 +128,7 @@ class Pickler {
   // Protocol 2 has no bytes: Python writes them as text, one character each, and a call that undoes it.
   void bytes(std::string_view data, const Place& place) {
     const std::string text = latin1_to_utf8(data);
-    if (text.size() > std::numeric_limits<uint32_t>::max())
-      fail(place, "more than 4 GiB of bytes; use a uint8 tensor");
+    if (text.size() > std::numeric_limits<uint32_t>::max()) fail(place, "more than 4 GiB of bytes; use a uint8 tensor");
     global("_codecs", "encode");
     unicode(text);
     string("latin1", place);
@@ -160,9 +159,8 @@ class Pickler {
   }
 
   void dict(const State::Pairs& items, const Place& place) {
-    const bool is_ordered =
-        place.depth == 1 && place.key && place.key->is_string() &&
-        std::find(ordered_.begin(), ordered_.end(), place.key->as_string()) != ordered_.end();
+    const bool is_ordered = place.depth == 1 && place.key && place.key->is_string() &&
+                            std::find(ordered_.begin(), ordered_.end(), place.key->as_string()) != ordered_.end();
     if (is_ordered) {
       ordered_dict();
     } else {
@@ -190,8 +188,7 @@ class Pickler {
       fail(place, "a tensor without plain storage (sparse, meta or of another backend) cannot be written");
     }
     const auto dtype = dtype_name(tensor.scalar_type());
-    if (!dtype)
-      fail(place, fmt::format("tensors of dtype {} cannot be written", c10::toString(tensor.scalar_type())));
+    if (!dtype) fail(place, fmt::format("tensors of dtype {} cannot be written", c10::toString(tensor.scalar_type())));
     tensor = tensor.resolve_conj().resolve_neg();
 
     global("torch._utils", dtype->has_storage_class ? "_rebuild_tensor_v2" : "_rebuild_tensor_v3");
@@ -212,8 +209,8 @@ class Pickler {
   void storage(const torch::Tensor& tensor, const DtypeName& dtype, const Place& place) {
     const uint64_t item = c10::elementSize(dtype.dtype);
     const uint64_t elements = tensor.storage().nbytes() / item;
-    auto [entry, is_new] = storages_.emplace(std::pair(tensor.storage().unsafeGetStorageImpl(), dtype.dtype),
-                                             out_.storages.size());
+    auto [entry, is_new] =
+        storages_.emplace(std::pair(tensor.storage().unsafeGetStorageImpl(), dtype.dtype), out_.storages.size());
     if (is_new) out_.storages.push_back({tensor.storage(), elements * item});
     op(opcode::kMark);
     string("storage", place);
@@ -239,8 +236,6 @@ class Pickler {
 
 }  // namespace
 
-Pickled pickle(const State& state, const std::vector<std::string>& ordered) {
-  return Pickler(ordered).run(state);
-}
+Pickled pickle(const State& state, const std::vector<std::string>& ordered) { return Pickler(ordered).run(state); }
 
 }  // namespace ddp::io

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include "ddp/error.h"
 
@@ -12,8 +12,7 @@ namespace {
 constexpr size_t kMaxDimensions = 64;
 constexpr int64_t kWidestElement = 16;  // complex128: no copy's size in bytes may overflow
 
-bool fits(int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
-          uint64_t available) {
+bool fits(int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, uint64_t available) {
   if (offset < 0 || sizes.size() != strides.size() || sizes.size() > kMaxDimensions) return false;
   int64_t last = offset, elements = 1, bytes = 0;
   bool overflow = false;
@@ -36,9 +35,9 @@ torch::Tensor view_storage(const c10::Storage& storage, torch::ScalarType dtype,
                            const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   const uint64_t available = storage.nbytes() / c10::elementSize(dtype);
   if (!fits(offset, sizes, strides, available)) {
-    throw DataError(fmt::format(
-        "a tensor of sizes [{}], strides [{}] at offset {} does not fit its storage of {} elements",
-        fmt::join(sizes, ", "), fmt::join(strides, ", "), offset, available));
+    throw DataError(
+        fmt::format("a tensor of sizes [{}], strides [{}] at offset {} does not fit its storage of {} elements",
+                    fmt::join(sizes, ", "), fmt::join(strides, ", "), offset, available));
   }
   return torch::empty({0}, torch::dtype(dtype)).set_(storage, offset, sizes, strides);
 }

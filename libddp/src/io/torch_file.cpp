@@ -3,7 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <caffe2/serialize/inline_container.h>
 #include <fmt/format.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <exception>
 #include <unordered_set>
@@ -18,8 +18,7 @@ namespace {
 // Storage on another device is brought over as bytes, one at a time.
 torch::Tensor bytes_on_cpu(const Pickled::Storage& storage) {
   auto options = torch::dtype(torch::kByte).device(storage.storage.device());
-  auto bytes =
-      torch::empty({0}, options).set_(storage.storage, 0, {static_cast<int64_t>(storage.bytes)}, {1});
+  auto bytes = torch::empty({0}, options).set_(storage.storage, 0, {static_cast<int64_t>(storage.bytes)}, {1});
   return bytes.to(torch::kCPU);
 }
 
@@ -44,9 +43,7 @@ void write_torch_file(const State& state, const Append& append, const std::vecto
   auto record = [&](const std::string& name, const void* data, size_t size) {
     if (!failure) writer.writeRecord(name, size > 0 ? data : "", size);
   };
-  auto text_record = [&](const std::string& name, std::string_view text) {
-    record(name, text.data(), text.size());
-  };
+  auto text_record = [&](const std::string& name, std::string_view text) { record(name, text.data(), text.size()); };
 
   // Names, order and values as in torch/serialization.py, _save (torch 2.15).
   text_record("data.pkl", pickled.data);
@@ -78,8 +75,7 @@ State read_torch_file(const std::string& path, bool follow) {
     zip.read(*record, text.data());
     return text;
   };
-  if (zip.find("byteorder") && text_record("byteorder") != "little")
-    zip.fail("was written on a big-endian machine");
+  if (zip.find("byteorder") && text_record("byteorder") != "little") zip.fail("was written on a big-endian machine");
 
   std::unordered_set<std::string> read;
   auto load_storage = [&](const std::string& key) {
@@ -95,8 +91,7 @@ State read_torch_file(const std::string& path, bool follow) {
   };
   State state = unpickle(text_record("data.pkl"), load_storage, path + ": data.pkl");
   for (const ZipRecord& record : zip.records()) {
-    if (!read.contains(record.name) && record.name != "data.pkl" && record.name != "byteorder")
-      zip.verify(record);
+    if (!read.contains(record.name) && record.name != "data.pkl" && record.name != "byteorder") zip.verify(record);
   }
   return state;
 }

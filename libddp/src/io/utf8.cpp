@@ -7,12 +7,7 @@ namespace {
 size_t character_size(std::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char first = byte(0);
-  const size_t size = first < 0x80   ? 1
-                      : first < 0xc2 ? 0
-                      : first < 0xe0 ? 2
-                      : first < 0xf0 ? 3
-                      : first < 0xf5 ? 4
-                                     : 0;
+  const size_t size = first < 0x80 ? 1 : first < 0xc2 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : first < 0xf5 ? 4 : 0;
   if (size == 0 || text.size() < size) return 0;
   for (size_t i = 1; i < size; ++i) {
     if ((byte(i) & 0xc0) != 0x80) return 0;

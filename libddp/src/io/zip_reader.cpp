@@ -14,8 +14,7 @@ namespace {
 // Signatures and sizes of APPNOTE.TXT (PKWARE), sections 4.3.7 to 4.3.16.
 constexpr uint32_t kLocalHeader = 0x04034b50, kDirectoryEntry = 0x02014b50;
 constexpr uint32_t kEnd = 0x06054b50, kEnd64 = 0x06064b50, kEnd64Locator = 0x07064b50;
-constexpr size_t kLocalHeaderSize = 30, kDirectoryEntrySize = 46, kEndSize = 22, kEnd64Size = 56,
-                 kLocatorSize = 20;
+constexpr size_t kLocalHeaderSize = 30, kDirectoryEntrySize = 46, kEndSize = 22, kEnd64Size = 56, kLocatorSize = 20;
 constexpr uint16_t kZip64Field = 1;
 constexpr uint32_t kIn64 = 0xffffffff;  // "the value is in the zip64 field"
 constexpr uint16_t kEncrypted = 1;
@@ -32,8 +31,7 @@ T get(const char* data) {
 
 int open_or_throw(FileSystem& files, const std::string& path, bool follow) {
   int descriptor = retry_interrupted([&] { return files.open(path, follow); });
-  if (descriptor < 0)
-    throw CheckpointError(fmt::format("{}: cannot be opened: {}", path, std::strerror(-descriptor)));
+  if (descriptor < 0) throw CheckpointError(fmt::format("{}: cannot be opened: {}", path, std::strerror(-descriptor)));
   return descriptor;
 }
 
@@ -50,8 +48,7 @@ ZipReader::ZipReader(FileSystem& files, std::string path, bool follow)
 void ZipReader::fail(const std::string& reason) const { throw CheckpointError(path_ + ": " + reason); }
 
 void ZipReader::read_at(uint64_t offset, void* data, size_t size, const char* what) const {
-  if (offset > size_ || size > size_ - offset)
-    fail(fmt::format("{} lies outside the file of {} bytes", what, size_));
+  if (offset > size_ || size > size_ - offset) fail(fmt::format("{} lies outside the file of {} bytes", what, size_));
   auto* to = static_cast<char*>(data);
   while (size > 0) {
     int64_t got = retry_interrupted([&] { return files_.read(file_.number(), to, size, offset); });
@@ -83,14 +80,12 @@ void ZipReader::read_directory() {
         fail("the zip64 locator does not point at the zip64 directory end");
       read_at(directory_end, end64, kEnd64Size, "the zip64 directory end");
       if (get<uint32_t>(end64) != kEnd64) fail("the zip64 directory end is damaged");
-      count = get<uint64_t>(end64 + 32), bytes = get<uint64_t>(end64 + 40),
-      offset = get<uint64_t>(end64 + 48);
+      count = get<uint64_t>(end64 + 32), bytes = get<uint64_t>(end64 + 40), offset = get<uint64_t>(end64 + 48);
     }
   }
-  if (offset > directory_end || bytes != directory_end - offset || count > bytes / kDirectoryEntrySize ||
-      count == 0) {
-    fail(fmt::format("the zip directory ({} records, {} bytes at {}) does not fit the file of {} bytes",
-                     count, bytes, offset, size_));
+  if (offset > directory_end || bytes != directory_end - offset || count > bytes / kDirectoryEntrySize || count == 0) {
+    fail(fmt::format("the zip directory ({} records, {} bytes at {}) does not fit the file of {} bytes", count, bytes,
+                     offset, size_));
   }
 
   std::string directory(bytes, '\0');
@@ -104,12 +99,10 @@ void ZipReader::read_directory() {
       folder_ = full_name.substr(0, full_name.find('/') + 1);
       if (folder_.empty()) fail(fmt::format("record {} is not in a folder, as torch.save has it", full_name));
     }
-    if (!full_name.starts_with(folder_))
-      fail(fmt::format("record {} is outside the folder {}", full_name, folder_));
+    if (!full_name.starts_with(folder_)) fail(fmt::format("record {} is outside the folder {}", full_name, folder_));
     locate(records_.back(), full_name);
     records_.back().name = full_name.substr(folder_.size());
-    if (!by_name_.emplace(records_.back().name, i).second)
-      fail(fmt::format("record {} is there twice", full_name));
+    if (!by_name_.emplace(records_.back().name, i).second) fail(fmt::format("record {} is there twice", full_name));
   }
   if (position != directory.size()) fail("the zip directory has bytes that belong to no record");
   check_layout(offset);
@@ -122,8 +115,7 @@ ZipRecord ZipReader::read_entry(const std::string& directory, size_t& position) 
   const uint16_t flags = get<uint16_t>(entry + 8), method = get<uint16_t>(entry + 10);
   const size_t name_size = get<uint16_t>(entry + 28), extra_size = get<uint16_t>(entry + 30);
   const size_t comment_size = get<uint16_t>(entry + 32);
-  uint64_t stored = get<uint32_t>(entry + 20), size = get<uint32_t>(entry + 24),
-           offset = get<uint32_t>(entry + 42);
+  uint64_t stored = get<uint32_t>(entry + 20), size = get<uint32_t>(entry + 24), offset = get<uint32_t>(entry + 42);
   if (directory.size() - position - kDirectoryEntrySize < name_size + extra_size + comment_size) {
     fail("the zip directory ends inside an entry");
   }

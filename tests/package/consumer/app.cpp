@@ -8,7 +8,8 @@ int main() {
     auto group = ddp::ProcessGroup::from_env();
     auto t = torch::ones({2});
     ddp::all_reduce(t, group);
-    std::cout << "libddp " << ddp::version() << ": " << t.sum().item<float>() << " in a world of " << group.size() << "\n";
+    std::cout << "libddp " << ddp::version() << ": " << t.sum().item<float>() << " in a world of " << group.size()
+              << "\n";
     return t.sum().item<float>() == 2 ? 0 : 1;
   });
 }
