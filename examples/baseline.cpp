@@ -36,6 +36,7 @@ struct Options {
 Options parse(int argc, char** argv) {
   Options options;
   boost::program_options::options_description description("baseline");
+  // clang-format off
   description.add_options()
       ("preset", option(options.preset), "the model: tiny, small or qwen2.5-0.5b")
       ("samples", option(options.samples), "rows of random tokens")
@@ -44,6 +45,7 @@ Options parse(int argc, char** argv) {
       ("epochs", option(options.epochs), "passes over the rows")
       ("lr", option(options.lr), "learning rate of AdamW")
       ("seed", option(options.seed), "of weights, tokens and order");
+  // clang-format on
   example::parse_command_line(argc, argv, description);
   return options;
 }
@@ -54,7 +56,8 @@ void train(const Options& options) {
 
   const auto config = qwen::preset(options.preset);
   const auto tokens = torch::randint(config.vocab_size, {options.samples, options.seq}, torch::kInt64);
-  auto data = torch::data::datasets::TensorDataset(tokens).map(torch::data::transforms::Stack<torch::data::TensorExample>());
+  auto data =
+      torch::data::datasets::TensorDataset(tokens).map(torch::data::transforms::Stack<torch::data::TensorExample>());
   auto loader = torch::data::make_data_loader<torch::data::samplers::RandomSampler>(std::move(data), options.batch);
 
   qwen::CausalLM model(config);
@@ -75,7 +78,8 @@ void train(const Options& options) {
       optim.step();
 
       total_loss += loss.item<double>();
-      if (++step % 50 == 0) std::printf("Epoch %ld | step %ld/%ld | loss %.4f\n", epoch, step, steps, loss.item<double>());
+      if (++step % 50 == 0)
+        std::printf("Epoch %ld | step %ld/%ld | loss %.4f\n", epoch, step, steps, loss.item<double>());
     }
     std::printf("Epoch %ld complete | mean loss %.4f\n", epoch, total_loss / static_cast<double>(step));
   }
@@ -84,5 +88,6 @@ void train(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  ddp::use_caching_cpu_allocator();  // a step finds its memory mapped by the step before
   return ddp::run([&] { train(parse(argc, argv)); });
 }

@@ -39,15 +39,17 @@ struct Options {
 Options parse(int argc, char** argv) {
   Options options;
   boost::program_options::options_description description("mini_train");
+  // clang-format off
   description.add_options()
       ("steps", option(options.steps), "optimizer steps")
       ("dim", option(options.dim), "the model is Linear(dim, dim)")
       ("batch", option(options.batch), "rows per rank")
       ("lr", option(options.lr), "learning rate of Adam")
       ("reducer", option(options.reducer), "overlap: average while backward runs; naive: afterwards")
-      ("backend", option(options.backend), "auto, gloo or nccl")
+      ("backend", option(options.backend), "auto, shm, gloo or nccl")
       ("seed", option(options.seed), "rank r draws with seed + r")
       ("summary", option(options.summary), "write times and losses to this JSON file");
+  // clang-format on
   example::parse_command_line(argc, argv, description);
   if (options.reducer != "overlap" && options.reducer != "naive") {
     throw ddp::ConfigError("--reducer is \"" + options.reducer + "\", expected overlap or naive");
@@ -102,5 +104,6 @@ void train(const Options& options, Clock::time_point start) {
 
 int main(int argc, char** argv) {
   const auto start = Clock::now();
+  ddp::use_caching_cpu_allocator();  // a step finds its memory mapped by the step before
   return ddp::run([&] { train(parse(argc, argv), start); });
 }

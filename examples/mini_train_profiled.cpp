@@ -43,12 +43,14 @@ struct Options {
 Options parse(int argc, char** argv) {
   Options options;
   boost::program_options::options_description description("mini_train_profiled");
+  // clang-format off
   description.add_options()
       ("steps", option(options.steps), "optimizer steps with each way of averaging")
       ("dim", option(options.dim), "the model is Linear(dim, dim)")
       ("batch", option(options.batch), "rows per rank")
-      ("backend", option(options.backend), "auto, gloo or nccl")
+      ("backend", option(options.backend), "auto, shm, gloo or nccl")
       ("trace", option(options.trace), "write rank 0's time line to this file");
+  // clang-format on
   example::parse_command_line(argc, argv, description);
   return options;
 }
@@ -97,7 +99,8 @@ void train(const Options& options) {
                 newest.median_ms("forward"), newest.median_ms("backward"), newest.median_ms("update"));
   }
   ddp::barrier(group);
-  const double sent = (sent_bytes() - sent_before) / static_cast<double>(options.steps * ddp::read_env().local_world_size);
+  const double sent =
+      (sent_bytes() - sent_before) / static_cast<double>(options.steps * ddp::read_env().local_world_size);
 
   for (int64_t step = 0; step < options.steps; ++step) {
     auto guard = model.no_sync();
@@ -111,7 +114,8 @@ void train(const Options& options) {
   if (!group.is_root()) return;
   std::printf("median of %ld steps, ms     overlap       naive\n", options.steps);
   for (const std::string phase : {"forward", "backward", "reduce", "update"}) {
-    std::printf("%-22s %12.2f %11.2f\n", phase.c_str(), profiler.median_ms(phase), profiler.median_ms("naive " + phase));
+    std::printf("%-22s %12.2f %11.2f\n", phase.c_str(), profiler.median_ms(phase),
+                profiler.median_ms("naive " + phase));
   }
   const double gradients = static_cast<double>(x.element_size() * (options.dim * options.dim + options.dim));
   const double ring = 2.0 * (group.size() - 1) / group.size() * gradients;
@@ -123,5 +127,6 @@ void train(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  ddp::use_caching_cpu_allocator();  // a step finds its memory mapped by the step before
   return ddp::run([&] { train(parse(argc, argv)); });
 }

@@ -34,6 +34,7 @@ class NetImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
+// clang-format off
 // [tutorial]
 void train() {
   auto group = ddp::ProcessGroup::from_env();              // torchrun, Slurm or Open MPI; alone: a world of one
@@ -64,7 +65,8 @@ void train() {
   }
 }
 // [/tutorial]
+// clang-format on
 
 }  // namespace
 
-int main() { return ddp::run(train); }                     // an exception reaches torchrun's error report
+int main() { return ddp::run(train); }  // an exception reaches torchrun's error report

@@ -14,8 +14,9 @@ using Json = nlohmann::json;
 
 // Keys that say nothing about the arithmetic.
 const std::set<std::string> kIgnored = {
-    "_attn_implementation", "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id",
-    "max_window_layers", "pad_token_id", "sliding_window", "torch_dtype", "transformers_version", "use_cache"};
+    "_attn_implementation", "_name_or_path",     "architectures", "bos_token_id",   "dtype",
+    "eos_token_id",         "max_window_layers", "pad_token_id",  "sliding_window", "torch_dtype",
+    "transformers_version", "use_cache"};
 
 // Takes keys out of a config.json one by one; what is left at the end nobody has understood.
 class Reader {
@@ -95,13 +96,15 @@ double take_rope_theta(Reader& reader) {
   if (rope.is_null()) return theta;
   for (const auto& [key, value] : rope.items()) {
     const bool known = (key == "rope_type" && value == "default") || (key == "rope_theta" && value.is_number());
-    if (!known) reader.fail("rope_parameters", c10::str("has ", key, " = ", value.dump(), ", which is not implemented"));
+    if (!known)
+      reader.fail("rope_parameters", c10::str("has ", key, " = ", value.dump(), ", which is not implemented"));
   }
   return rope.value("rope_theta", theta);
 }
 
 void validate(const Config& config, const Reader& reader) {
-  for (const auto& [key, value] : {std::pair{"vocab_size", config.vocab_size}, {"hidden_size", config.hidden_size},
+  for (const auto& [key, value] : {std::pair{"vocab_size", config.vocab_size},
+                                   {"hidden_size", config.hidden_size},
                                    {"intermediate_size", config.intermediate_size},
                                    {"num_hidden_layers", config.num_hidden_layers},
                                    {"num_attention_heads", config.num_attention_heads},
@@ -129,7 +132,8 @@ Config read_config(const std::filesystem::path& file) {
   reader.require("use_sliding_window", false);
   reader.require("use_mrope", false);
   for (const Json& type : reader.take_json("layer_types")) {
-    if (type != "full_attention") reader.fail("layer_types", c10::str("has ", type.dump(), ", which is not implemented"));
+    if (type != "full_attention")
+      reader.fail("layer_types", c10::str("has ", type.dump(), ", which is not implemented"));
   }
 
   Config config;

@@ -29,12 +29,20 @@ struct Config {
 /// "tiny", "small" or "qwen2.5-0.5b". Throws ddp::ConfigError for another name.
 inline Config preset(std::string_view name) {
   if (name == "tiny") {
-    return {.vocab_size = 512, .hidden_size = 128, .intermediate_size = 352, .num_hidden_layers = 4,
-            .num_attention_heads = 4, .rope_theta = 1e4};
+    return {.vocab_size = 512,
+            .hidden_size = 128,
+            .intermediate_size = 352,
+            .num_hidden_layers = 4,
+            .num_attention_heads = 4,
+            .rope_theta = 1e4};
   }
   if (name == "small") {
-    return {.vocab_size = 8192, .hidden_size = 256, .intermediate_size = 704, .num_hidden_layers = 4,
-            .num_attention_heads = 4, .rope_theta = 1e4};
+    return {.vocab_size = 8192,
+            .hidden_size = 256,
+            .intermediate_size = 704,
+            .num_hidden_layers = 4,
+            .num_attention_heads = 4,
+            .rope_theta = 1e4};
   }
   if (name == "qwen2.5-0.5b") return {};
   throw ddp::ConfigError("preset \"" + std::string(name) + "\" is not known: tiny, small or qwen2.5-0.5b");

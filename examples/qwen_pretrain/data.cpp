@@ -23,7 +23,8 @@ std::vector<std::string> text_files(const fs::path& path) {
   std::vector<std::string> files;
   for (const auto& entry : fs::recursive_directory_iterator(path, fs::directory_options::skip_permission_denied)) {
     const auto extension = entry.path().extension().string();
-    if (std::ranges::count(kTextExtensions, extension) && entry.is_regular_file()) files.push_back(entry.path().string());
+    if (std::ranges::count(kTextExtensions, extension) && entry.is_regular_file())
+      files.push_back(entry.path().string());
   }
   std::ranges::sort(files);  // directories list their entries in any order; ranks must agree
   return files;

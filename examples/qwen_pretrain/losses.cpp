@@ -32,7 +32,9 @@ double Losses::mean_since(size_t begin) const {
          static_cast<double>(values_.size() - begin);
 }
 
-ddp::State Losses::state_dict() const { return ddp::State::dict({{"losses", torch::tensor(values_, torch::kFloat64)}}); }
+ddp::State Losses::state_dict() const {
+  return ddp::State::dict({{"losses", torch::tensor(values_, torch::kFloat64)}});
+}
 
 void Losses::load_state_dict(const ddp::State& state) {
   const auto saved = state.at("losses").as_tensor().to(torch::kFloat64).contiguous();

@@ -21,11 +21,13 @@
 //
 // The invariant: killed at any moment (kill -9) and started again, a run has the losses of one that was left alone, bit
 // for bit, at the same number of ranks.
+#include "ddp/cpu_allocator.h"
 #include "ddp/run.h"
 #include "options.h"
 #include "train.h"
 
 int main(int argc, char** argv) {
   const auto start = std::chrono::steady_clock::now();
+  ddp::use_caching_cpu_allocator();  // a step finds its memory mapped by the step before
   return ddp::run([&] { qwen::train(qwen::parse_options(argc, argv), start); });
 }

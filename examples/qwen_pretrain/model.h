@@ -64,7 +64,8 @@ class AttentionImpl : public torch::nn::Module {
     q_proj = register_module("q_proj", torch::nn::Linear(config.hidden_size, queries));
     k_proj = register_module("k_proj", torch::nn::Linear(config.hidden_size, keys));
     v_proj = register_module("v_proj", torch::nn::Linear(config.hidden_size, keys));
-    o_proj = register_module("o_proj", torch::nn::Linear(torch::nn::LinearOptions(queries, config.hidden_size).bias(false)));
+    o_proj =
+        register_module("o_proj", torch::nn::Linear(torch::nn::LinearOptions(queries, config.hidden_size).bias(false)));
   }
 
   torch::Tensor forward(const torch::Tensor& x, const Rotary& rotary) {
@@ -86,7 +87,9 @@ TORCH_MODULE(Attention);
 class MLPImpl : public torch::nn::Module {
  public:
   explicit MLPImpl(const Config& config) {
-    const auto linear = [](int64_t in, int64_t out) { return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false)); };
+    const auto linear = [](int64_t in, int64_t out) {
+      return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+    };
     gate_proj = register_module("gate_proj", linear(config.hidden_size, config.intermediate_size));
     up_proj = register_module("up_proj", linear(config.hidden_size, config.intermediate_size));
     down_proj = register_module("down_proj", linear(config.intermediate_size, config.hidden_size));

@@ -38,13 +38,19 @@ void validate(const Options& options) {
   require_one_of("lr-scaling", options.lr_scaling, {"none", "linear", "sqrt"});
   require_one_of("schedule", options.schedule, {"constant", "cosine", "linear"});
   require_one_of("dtype", options.dtype, {"float32", "bfloat16"});
-  for (const auto& [name, value] : {std::pair{"seq", options.seq}, {"batch", options.batch}, {"accum", options.accum},
-                                    {"epochs", options.epochs}, {"log-every", options.log_every},
-                                    {"checkpoint-every", options.checkpoint_every}, {"timeout", options.timeout_s}}) {
+  for (const auto& [name, value] : {std::pair{"seq", options.seq},
+                                    {"batch", options.batch},
+                                    {"accum", options.accum},
+                                    {"epochs", options.epochs},
+                                    {"log-every", options.log_every},
+                                    {"checkpoint-every", options.checkpoint_every},
+                                    {"timeout", options.timeout_s}}) {
     require_at_least(name, static_cast<double>(value), 1);
   }
-  for (const auto& [name, value] : {std::pair{"random-data", options.random_data}, {"max-steps", options.max_steps},
-                                    {"warmup", options.warmup}, {"sample", options.sample}}) {
+  for (const auto& [name, value] : {std::pair{"random-data", options.random_data},
+                                    {"max-steps", options.max_steps},
+                                    {"warmup", options.warmup},
+                                    {"sample", options.sample}}) {
     require_at_least(name, static_cast<double>(value), 0);
   }
   require_at_least("lr", options.lr, 0);
@@ -53,8 +59,8 @@ void validate(const Options& options) {
 
   const Config model = model_config(options);
   if (options.seq > model.max_position_embeddings) {
-    throw ddp::ConfigError(c10::str("--seq is ", options.seq, ", but the model has ", model.max_position_embeddings,
-                                    " positions"));
+    throw ddp::ConfigError(
+        c10::str("--seq is ", options.seq, ", but the model has ", model.max_position_embeddings, " positions"));
   }
   if (model.vocab_size < 256) {
     throw ddp::ConfigError(c10::str("the vocabulary has ", model.vocab_size, " tokens, but text is read as 256 bytes"));
@@ -90,6 +96,7 @@ Options parse_options(int argc, char** argv) {
   namespace po = boost::program_options;
   Options options = preset_options(find_preset(argc, argv));
   po::options_description description("qwen_pretrain");
+  // clang-format off
   description.add_options()
       ("data", po::value(&options.data)->multitoken(), "text files, or directories of .h .hpp .txt .md, read as bytes")
       ("random-data", po::value(&options.random_data)->implicit_value(10000), "so many windows of random tokens")
@@ -113,9 +120,10 @@ Options parse_options(int argc, char** argv) {
       ("resume", option(options.resume), "auto: the newest checkpoint, if there is one; never; or a checkpoint file")
       ("seed", option(options.seed), "of weights, order of the data and random tokens")
       ("timeout", option(options.timeout_s), "seconds that a rank waits for the others")
-      ("backend", option(options.backend), "auto, gloo or nccl")
+      ("backend", option(options.backend), "auto, shm, gloo or nccl")
       ("sample", option(options.sample), "bytes of text that the trained model writes at the end")
       ("summary", option(options.summary), "write times and losses to this JSON file");
+  // clang-format on
   example::parse_command_line(argc, argv, description);
   validate(options);
   return options;

@@ -52,11 +52,13 @@ void draw_grid(std::ostream& out, const Axis& x, const Axis& y) {
   std::ostringstream labels;
   for (double value = std::ceil(x.low / dx) * dx; value <= x.high; value += dx) {
     out << "<path d=\"M" << x.at(value) << ' ' << y.begin << "V" << y.end << "\"/>\n";
-    labels << "<text x=\"" << x.at(value) << "\" y=\"" << y.begin + 18 << "\" text-anchor=\"middle\">" << value << "</text>\n";
+    labels << "<text x=\"" << x.at(value) << "\" y=\"" << y.begin + 18 << "\" text-anchor=\"middle\">" << value
+           << "</text>\n";
   }
   for (double tick = std::ceil(y.low / dy); tick * dy <= y.high; ++tick) {  // counted, so that zero is printed as 0
     out << "<path d=\"M" << x.begin << ' ' << y.at(tick * dy) << "H" << x.end << "\"/>\n";
-    labels << "<text x=\"" << x.begin - 8 << "\" y=\"" << y.at(tick * dy) + 4 << "\" text-anchor=\"end\">" << tick * dy << "</text>\n";
+    labels << "<text x=\"" << x.begin - 8 << "\" y=\"" << y.at(tick * dy) + 4 << "\" text-anchor=\"end\">" << tick * dy
+           << "</text>\n";
   }
   out << "</g>\n<g fill=\"#57606a\">\n" << labels.str() << "</g>\n";
 }
@@ -79,10 +81,12 @@ std::string loss_plot(const std::vector<double>& losses, const std::string& titl
   out << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kWidth << ' ' << kHeight
       << "\" font-family=\"system-ui, sans-serif\" font-size=\"12\">\n"
       << "<rect width=\"100%\" height=\"100%\" fill=\"#ffffff\"/>\n"
-      << "<text x=\"" << kLeft << "\" y=\"28\" font-size=\"15\" font-weight=\"600\" fill=\"#1f2328\">" << escape(title) << "</text>\n";
+      << "<text x=\"" << kLeft << "\" y=\"28\" font-size=\"15\" font-weight=\"600\" fill=\"#1f2328\">" << escape(title)
+      << "</text>\n";
   draw_grid(out, x, y);
   draw_curve(out, x, y, losses);
-  out << "<text x=\"" << (x.begin + x.end) / 2 << "\" y=\"" << kHeight - 12 << "\" text-anchor=\"middle\" fill=\"#57606a\">step</text>\n"
+  out << "<text x=\"" << (x.begin + x.end) / 2 << "\" y=\"" << kHeight - 12
+      << "\" text-anchor=\"middle\" fill=\"#57606a\">step</text>\n"
       << "<text transform=\"translate(18 " << (y.begin + y.end) / 2
       << ") rotate(-90)\" text-anchor=\"middle\" fill=\"#57606a\">loss</text>\n</svg>\n";
   return out.str();

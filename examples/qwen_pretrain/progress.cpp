@@ -73,8 +73,8 @@ std::string Progress::line(int64_t step, double loss, double lr) const {
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   const double per_step = seconds / static_cast<double>(step - first_step_);
   std::array<char, 160> text{};
-  std::snprintf(text.data(), text.size(), "step %4ld/%ld | loss %.4f | lr %.1e | %s tokens/s | %s left", step, total_steps_,
-                loss, lr, rate_text(static_cast<double>(tokens_per_step_) / per_step).c_str(),
+  std::snprintf(text.data(), text.size(), "step %4ld/%ld | loss %.4f | lr %.1e | %s tokens/s | %s left", step,
+                total_steps_, loss, lr, rate_text(static_cast<double>(tokens_per_step_) / per_step).c_str(),
                 clock_text(per_step * static_cast<double>(total_steps_ - step)).c_str());
   return text.data();
 }

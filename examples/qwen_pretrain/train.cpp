@@ -50,24 +50,29 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 }  // namespace
 
 void train(const Options& options, Clock::time_point process_start) {
-  auto group = ddp::ProcessGroup::from_env(
-      {.backend = options.backend, .timeout = std::chrono::seconds(options.timeout_s)});
+  auto group =
+      ddp::ProcessGroup::from_env({.backend = options.backend, .timeout = std::chrono::seconds(options.timeout_s)});
   ddp::seed_all(options.seed, group);
 
   // Data: windows of tokens, each rank its own. A last batch that is not full is left out.
   const Config config = model_config(options);
   Windows data = load_data(options, config);
   ddp::DistributedSampler sampler(*data.size(), group, {.shuffle = true, .seed = options.seed});
-  auto loader = torch::data::make_data_loader(data, sampler, torch::data::DataLoaderOptions(options.batch).drop_last(true));
+  auto loader =
+      torch::data::make_data_loader(data, sampler, torch::data::DataLoaderOptions(options.batch).drop_last(true));
   const int64_t batches = static_cast<int64_t>(sampler.num_samples()) / options.batch;
   const int64_t steps_per_epoch = ceil_div(batches, options.accum);
-  if (batches == 0) throw ddp::DataError(c10::str("the data has ", *data.size(), " windows, fewer than a batch on each rank"));
+  if (batches == 0) {
+    throw ddp::DataError(c10::str("the data has ", *data.size(), " windows, fewer than a batch on each rank"));
+  }
   int64_t total_steps = steps_per_epoch * options.epochs;
   if (options.max_steps > 0) total_steps = std::min(total_steps, options.max_steps);
 
   // Model, optimizer, learning rate.
   ddp::DistributedDataParallel model(make_model(options, config), group);
-  const ddp::lr::BatchPlan plan{.micro_batch = options.batch, .accumulation = options.accum, .world_size = group.size(),
+  const ddp::lr::BatchPlan plan{.micro_batch = options.batch,
+                                .accumulation = options.accum,
+                                .world_size = group.size(),
                                 .base_batch = options.batch * options.accum};
   const auto scaling = ddp::lr::rule(options.lr_scaling);
   ddp::AdamW optim(model->parameters(), {.lr = scaling(options.lr, plan), .weight_decay = options.weight_decay});
@@ -87,7 +92,8 @@ void train(const Options& options, Clock::time_point process_start) {
 
   const int64_t parameters = count_parameters(model.module());
   ddp::log::info(group, c10::str("model: ", parameters, " parameters, ", options.dtype));
-  ddp::log::info(group, c10::str("data: ", *data.size(), " windows of ", options.seq, " tokens, ", total_steps, " steps"));
+  ddp::log::info(group,
+                 c10::str("data: ", *data.size(), " windows of ", options.seq, " tokens, ", total_steps, " steps"));
   ddp::log::info(group, ddp::lr::describe(scaling, options.lr, plan));
 
   Progress progress(group, checkpoints.step_count(), total_steps, plan.effective() * options.seq);
@@ -125,8 +131,10 @@ void train(const Options& options, Clock::time_point process_start) {
       step_start = Clock::now();
     }
     losses.reduce(group);
-    const auto epoch_begin = static_cast<size_t>(epoch.index() * steps_per_epoch);
-    progress.note(c10::str("epoch ", epoch.index(), " | mean loss ", losses.mean_since(epoch_begin)));
+    if (checkpoints.step_count() == (epoch.index() + 1) * steps_per_epoch) {  // not stopped on the way
+      const auto epoch_begin = static_cast<size_t>(epoch.index() * steps_per_epoch);
+      progress.note(c10::str("epoch ", epoch.index(), " | mean loss ", losses.mean_since(epoch_begin)));
+    }
     if (done()) break;
   }
   checkpoints.save();
@@ -143,14 +151,15 @@ void train(const Options& options, Clock::time_point process_start) {
   std::printf("checkpoint: %s\nloss plot: %s\n", checkpoints.last_saved()->c_str(), plot.c_str());
 
   const double step_median = example::median(step_s);
-  example::write_summary(options.summary, {{"params", parameters},
-                                           {"step_s", step_median},
-                                           {"tokens_per_s", static_cast<double>(plan.effective() * options.seq) / step_median},
-                                           {"first_step_s", first_step_s},
-                                           {"first_loss", losses.values().front()},
-                                           {"last_loss", losses.last()},
-                                           {"peak_rss_mb", example::peak_rss_mb()},
-                                           {"losses", losses.values()}});
+  example::write_summary(options.summary,
+                         {{"params", parameters},
+                          {"step_s", step_median},
+                          {"tokens_per_s", static_cast<double>(plan.effective() * options.seq) / step_median},
+                          {"first_step_s", first_step_s},
+                          {"first_loss", losses.values().front()},
+                          {"last_loss", losses.last()},
+                          {"peak_rss_mb", example::peak_rss_mb()},
+                          {"losses", losses.values()}});
 }
 
 }  // namespace qwen

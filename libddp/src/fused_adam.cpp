@@ -6,7 +6,7 @@
 #include <map>
 #include <utility>
 
-#include "ddp/error.h"
+#include "fused_step.h"
 
 namespace ddp {
 namespace {
@@ -18,9 +18,7 @@ struct Lists {
   std::vector<Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs;
   std::vector<float> steps;
 
-  std::vector<Tensor> step_tensors() const {
-    return torch::tensor(steps).to(parameters.front().device()).unbind();
-  }
+  std::vector<Tensor> step_tensors() const { return torch::tensor(steps).to(parameters.front().device()).unbind(); }
 };
 
 template <class State, class Slot>
@@ -44,17 +42,11 @@ void fused_step(std::vector<torch::optim::OptimizerParamGroup>& groups, States& 
   torch::NoGradGuard no_grad;
   for (auto& group : groups) {
     const auto& options = static_cast<const Options&>(group.options());
-    std::map<std::pair<c10::Device, at::ScalarType>, Lists,
-             decltype([](const auto& a, const auto& b) {
-               return std::pair(a.first.str(), a.second) < std::pair(b.first.str(), b.second);
-             })>
-        kinds;
+    std::map<detail::Kind, Lists> kinds;
     for (auto& parameter : group.params()) {
       const Tensor& gradient = parameter.grad();
       if (!gradient.defined()) continue;
-      if (gradient.layout() != torch::kStrided) {
-        throw ConfigError("[ddp::Adam] a gradient is sparse; use torch::optim::SGD for its parameters");
-      }
+      detail::require_dense(gradient, "Adam");
       auto& state = state_of<State>(states[parameter.unsafeGetTensorImpl()], parameter, options.amsgrad());
       state.step(state.step() + 1);
       Lists& lists = kinds[{parameter.device(), parameter.scalar_type()}];
@@ -72,31 +64,11 @@ void fused_step(std::vector<torch::optim::OptimizerParamGroup>& groups, States& 
 template <class Kernel>
 auto call_kernel(Kernel kernel) {
   return [kernel](Lists& lists, const std::vector<Tensor>& steps, const auto& options) {
-    kernel(lists.parameters, lists.gradients, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs, steps, options.lr(),
-           std::get<0>(options.betas()), std::get<1>(options.betas()), options.weight_decay(), options.eps(),
-           options.amsgrad(), /*maximize=*/false, /*grad_scale=*/std::nullopt, /*found_inf=*/std::nullopt);
+    kernel(lists.parameters, lists.gradients, lists.exp_avgs, lists.exp_avg_sqs, lists.max_exp_avg_sqs, steps,
+           options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.weight_decay(),
+           options.eps(), options.amsgrad(), /*maximize=*/false, /*grad_scale=*/std::nullopt,
+           /*found_inf=*/std::nullopt);
   };
-}
-
-Tensor evaluate(const torch::optim::Optimizer::LossClosure& closure) {
-  if (closure == nullptr) return {};
-  torch::AutoGradMode with_grad(true);
-  return closure();
-}
-
-void forget_gradients(std::vector<torch::optim::OptimizerParamGroup>& groups, bool set_to_none) {
-  for (auto& group : groups) {
-    for (auto& parameter : group.params()) {
-      Tensor& gradient = parameter.mutable_grad();
-      if (!gradient.defined()) continue;
-      if (set_to_none) {
-        gradient.reset();
-      } else {
-        torch::NoGradGuard no_grad;
-        gradient.zero_();
-      }
-    }
-  }
 }
 
 template <class To, class From>
@@ -113,13 +85,13 @@ Adam::Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamOpt
     : torch::optim::Adam(groups, to_torch<torch::optim::AdamOptions>(options)) {}
 
 Tensor Adam::step(LossClosure closure) {
-  Tensor loss = evaluate(closure);
+  Tensor loss = detail::evaluate(closure);
   fused_step<torch::optim::AdamOptions, torch::optim::AdamParamState>(
       param_groups_, state_, call_kernel([](auto&&... args) { at::_fused_adam_(args...); }));
   return loss;
 }
 
-void Adam::zero_grad(bool set_to_none) { forget_gradients(param_groups_, set_to_none); }
+void Adam::zero_grad(bool set_to_none) { detail::forget_gradients(param_groups_, set_to_none); }
 
 AdamW::AdamW(std::vector<Tensor> parameters, AdamWOptions options)
     : torch::optim::AdamW(std::move(parameters), to_torch<torch::optim::AdamWOptions>(options)) {}
@@ -128,12 +100,12 @@ AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamW
     : torch::optim::AdamW(groups, to_torch<torch::optim::AdamWOptions>(options)) {}
 
 Tensor AdamW::step(LossClosure closure) {
-  Tensor loss = evaluate(closure);
+  Tensor loss = detail::evaluate(closure);
   fused_step<torch::optim::AdamWOptions, torch::optim::AdamWParamState>(
       param_groups_, state_, call_kernel([](auto&&... args) { at::_fused_adamw_(args...); }));
   return loss;
 }
 
-void AdamW::zero_grad(bool set_to_none) { forget_gradients(param_groups_, set_to_none); }
+void AdamW::zero_grad(bool set_to_none) { detail::forget_gradients(param_groups_, set_to_none); }
 
 }  // namespace ddp

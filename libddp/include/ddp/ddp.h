@@ -31,6 +31,9 @@
 //   int main() { return ddp::run(train); }                     // an exception reaches torchrun's error report
 #pragma once
 
+// In the order in which they are read, not of the alphabet.
+// clang-format off
+
 // base and place
 #include "ddp/version.h"
 #include "ddp/error.h"
@@ -39,6 +42,7 @@
 #include "ddp/log.h"
 #include "ddp/run.h"
 #include "ddp/random.h"
+#include "ddp/cpu_allocator.h"
 
 // group
 #include "ddp/process_group.h"
@@ -55,6 +59,7 @@
 
 // optimizer
 #include "ddp/fused_adam.h"
+#include "ddp/fused_sgd.h"
 #include "ddp/lr_scaling.h"
 #include "ddp/lr_schedule.h"
 
@@ -69,3 +74,4 @@
 #include "ddp/loop.h"
 #include "ddp/meter.h"
 #include "ddp/profile.h"
+// clang-format on
