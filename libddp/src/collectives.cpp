@@ -1,16 +1,13 @@
 #include "ddp/collectives.h"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <cstring>
 #include <functional>
 #include <utility>
 
-#include "bytes.h"
-#include "ddp/error.h"
+#include "call.h"
 #include "group_impl.h"
+#include "wire.h"
 
 namespace ddp {
 
@@ -43,168 +40,21 @@ bool Work::is_completed() const {
 
 namespace {
 
-using detail::GroupImpl;
+using namespace detail;
 using torch::Tensor;
-
-// The arguments of one call, checked before anything is sent.
-class Call {
- public:
-  Call(const char* name, const ProcessGroup& group) : name_(name), impl_(*group.impl()) {}
-
-  [[noreturn]] void refuse(const std::string& why) const {
-    throw MismatchError(fmt::format("[ddp::{}] {}: {}", name_, impl_.place.name(), why));
-  }
-
-  void require_tensor(const Tensor& tensor) const {
-    if (!tensor.defined()) refuse("the tensor is undefined; give an allocated one");
-    if (tensor.layout() != torch::kStrided) refuse("the tensor is sparse; call to_dense() first");
-    if (tensor.is_cuda() && impl_.backend != "nccl" && !impl_.alone()) {
-      refuse(fmt::format("the tensor is on {} and this group has the backend {}; move it to the CPU or make the group "
-                         "with nccl",
-                         tensor.device().str(), impl_.backend));
-    }
-  }
-
-  void require_root(int root) const {
-    if (root < 0 || root >= impl_.place.size) {
-      refuse(fmt::format("root is {}, expected one of 0..{}", root, impl_.place.size - 1));
-    }
-  }
-
-  void require_like(const Tensor& tensor, const Tensor& like, const std::string& what) const {
-    require_tensor(tensor);
-    if (tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type()) {
-      refuse(fmt::format("{} is {}, expected {}", what, describe(tensor), describe(like)));
-    }
-  }
-
-  void require_count(size_t found, size_t expected, const char* what) const {
-    if (found != expected) refuse(fmt::format("{} {} were given, expected {}, one per rank", found, what, expected));
-  }
-
-  void require_divisible(const Tensor& tensor) const {
-    if (tensor.dim() == 0 || tensor.size(0) % impl_.place.size != 0) {
-      refuse(fmt::format("dimension 0 of {} cannot be cut into {} equal parts", describe(tensor), impl_.place.size));
-    }
-  }
-
-  static std::string describe(const Tensor& tensor) {
-    return fmt::format("{}[{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
-  }
-
- private:
-  const char* name_;
-  const GroupImpl& impl_;
-};
-
-c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAvg:  // the sum, divided afterwards: Gloo has no mean
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kProduct:
-      return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::kBitAnd:
-      return c10d::ReduceOp::BAND;
-    case ReduceOp::kBitOr:
-      return c10d::ReduceOp::BOR;
-    case ReduceOp::kBitXor:
-      return c10d::ReduceOp::BXOR;
-  }
-  throw ConfigError("[ddp] unknown ReduceOp");
-}
-
-bool is_bitwise(ReduceOp op) {
-  return op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
-}
-
-// On 0 and 1 the bitwise operations are the logical ones.
-ReduceOp on_bool(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kMax:
-      return ReduceOp::kBitOr;
-    case ReduceOp::kProduct:
-    case ReduceOp::kMin:
-      return ReduceOp::kBitAnd;
-    default:
-      return op;
-  }
-}
-
-// A tensor that is reduced, as the backend can carry it: contiguous, of a dtype that it knows.
-struct Wire {
-  Tensor tensor;
-  ReduceOp op;
-};
-
-Wire to_wire(const Call& call, const Tensor& tensor, ReduceOp op) {
-  const auto dtype = tensor.scalar_type();
-  const bool integral = c10::isIntegralType(dtype, /*includeBool=*/true);
-  if (is_bitwise(op) && !integral) {
-    call.refuse(fmt::format("a bitwise operation was asked of {}; it needs integers or bool", Call::describe(tensor)));
-  }
-  if (op == ReduceOp::kAvg && integral) {
-    call.refuse(fmt::format("the mean of {} was asked; convert it to a floating-point type, or use kSum",
-                            Call::describe(tensor)));
-  }
-  switch (dtype) {
-    case torch::kFloat:
-    case torch::kDouble:
-    case torch::kHalf:
-    case torch::kBFloat16:
-    case torch::kInt8:
-    case torch::kUInt8:
-    case torch::kInt32:
-    case torch::kInt64:
-      return {tensor.contiguous(), op};
-    case torch::kInt16:
-      return {tensor.to(torch::kInt32).contiguous(), op};
-    case torch::kBool:
-      return {tensor.to(torch::kUInt8).contiguous(), on_bool(op)};
-    case torch::kComplexFloat:
-    case torch::kComplexDouble:
-      if (op != ReduceOp::kSum && op != ReduceOp::kAvg) {
-        call.refuse(fmt::format("{} can only be summed or averaged", Call::describe(tensor)));
-      }
-      return {torch::view_as_real(tensor.resolve_conj().contiguous()), op};
-    default:
-      call.refuse(fmt::format("the dtype of {} cannot be reduced; convert it to float32", Call::describe(tensor)));
-  }
-}
-
-Tensor from_wire(const Tensor& wire, const Tensor& like, ReduceOp op, int size) {
-  torch::NoGradGuard no_grad;
-  Tensor value = wire;
-  if (op == ReduceOp::kAvg) value.div_(size);
-  if (like.is_complex()) value = torch::view_as_complex(value);
-  return value.to(like.scalar_type());
-}
-
-void store_result(const Tensor& value, Tensor& tensor) {
-  torch::NoGradGuard no_grad;
-  if (!value.is_alias_of(tensor) || !tensor.is_contiguous()) tensor.copy_(value);
-}
-
-// Tensors that only travel do so as bytes, which every backend carries, whatever their dtype.
-Tensor bytes_like(const Tensor& tensor) {
-  return torch::empty({static_cast<int64_t>(tensor.nbytes())}, tensor.options().dtype(torch::kUInt8));
-}
-
-void store_bytes(const Tensor& bytes, Tensor tensor) {
-  torch::NoGradGuard no_grad;
-  tensor.copy_(bytes.view(tensor.scalar_type()).view(tensor.sizes()));
-}
 
 Work work_of(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish = nullptr) {
   auto impl = std::make_unique<Work::Impl>();
   impl->works.push_back(std::move(work));
   impl->finish = std::move(finish);
   return Work(std::move(impl));
+}
+
+// In a world of one.
+Work copied(const Tensor& from, Tensor to) {
+  torch::NoGradGuard no_grad;
+  to.copy_(from);
+  return Work();
 }
 
 std::vector<Tensor> like_for_each_rank(const Tensor& tensor, const ProcessGroup& group) {
@@ -222,7 +72,7 @@ Work all_reduce_async(Tensor tensor, const ProcessGroup& group, ReduceOp op) {
   if (group.size() == 1 || tensor.numel() == 0) return Work();
   std::vector<Tensor> tensors{wire.tensor.detach()};
   c10d::AllreduceOptions options;
-  options.reduceOp = to_c10d(wire.op);
+  options.reduceOp = wire.c10d_op();
   auto work = group.impl()->backend_for(tensor.device())->allreduce(tensors, options);
   return work_of(std::move(work), [tensor, wire, op, size = group.size()]() mutable {
     store_result(from_wire(wire.tensor, tensor, op, size), tensor);
@@ -234,13 +84,14 @@ Work broadcast_async(Tensor tensor, const ProcessGroup& group, int root) {
   call.require_tensor(tensor);
   call.require_root(root);
   if (group.size() == 1 || tensor.numel() == 0) return Work();
-  std::vector<Tensor> bytes{group.rank() == root || tensor.is_contiguous() ? detail::bytes_of(tensor) : bytes_like(tensor)};
+  std::vector<Tensor> bytes{group.rank() == root || tensor.is_contiguous() ? carried(tensor, group)
+                                                                           : room_for(tensor, group)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
   auto work = group.impl()->backend_for(tensor.device())->broadcast(bytes, options);
   const bool in_place = bytes[0].is_alias_of(tensor) || group.rank() == root;
   return work_of(std::move(work), [tensor, bytes = bytes[0], in_place] {
-    if (!in_place) store_bytes(bytes, tensor);
+    if (!in_place) unpack(bytes, tensor);
   });
 }
 
@@ -252,7 +103,7 @@ Work reduce_async(Tensor tensor, const ProcessGroup& group, int root, ReduceOp o
   if (group.size() == 1 || tensor.numel() == 0) return Work();
   std::vector<Tensor> tensors{wire.tensor.detach()};
   c10d::ReduceOptions options;
-  options.reduceOp = to_c10d(wire.op);
+  options.reduceOp = wire.c10d_op();
   options.rootRank = root;
   auto work = group.impl()->backend_for(tensor.device())->reduce(tensors, options);
   return work_of(std::move(work), [tensor, wire, op, size = group.size(), mine = group.rank() == root]() mutable {
@@ -265,18 +116,14 @@ Work all_gather_async(std::vector<Tensor> outputs, const Tensor& tensor, const P
   call.require_tensor(tensor);
   call.require_count(outputs.size(), group.size(), "outputs");
   for (const auto& output : outputs) call.require_like(output, tensor, "an output");
-  if (group.size() == 1) {
-    torch::NoGradGuard no_grad;
-    outputs[0].copy_(tensor);
-    return Work();
-  }
+  if (group.size() == 1) return copied(tensor, outputs[0]);
   if (tensor.numel() == 0) return Work();
-  std::vector<Tensor> inputs{detail::bytes_of(tensor)};
+  std::vector<Tensor> inputs{carried(tensor, group)};
   std::vector<std::vector<Tensor>> gathered(1);
-  for (const auto& output : outputs) gathered[0].push_back(bytes_like(output));
+  for (const auto& output : outputs) gathered[0].push_back(room_for(output, group));
   auto work = group.impl()->backend_for(tensor.device())->allgather(gathered, inputs, c10d::AllgatherOptions());
   return work_of(std::move(work), [outputs = std::move(outputs), parts = gathered[0]] {
-    for (size_t rank = 0; rank < outputs.size(); ++rank) store_bytes(parts[rank], outputs[rank]);
+    for (size_t rank = 0; rank < outputs.size(); ++rank) unpack(parts[rank], outputs[rank]);
   });
 }
 
@@ -287,23 +134,19 @@ Work gather_async(std::vector<Tensor> outputs, const Tensor& tensor, const Proce
   const bool mine = group.rank() == root;
   call.require_count(outputs.size(), mine ? group.size() : 0, "outputs");
   for (const auto& output : outputs) call.require_like(output, tensor, "an output");
-  if (group.size() == 1) {
-    torch::NoGradGuard no_grad;
-    outputs[0].copy_(tensor);
-    return Work();
-  }
+  if (group.size() == 1) return copied(tensor, outputs[0]);
   if (tensor.numel() == 0) return Work();
-  std::vector<Tensor> inputs{detail::bytes_of(tensor)};
+  std::vector<Tensor> inputs{carried(tensor, group)};
   std::vector<std::vector<Tensor>> gathered;
   if (mine) {
     gathered.emplace_back();
-    for (const auto& output : outputs) gathered[0].push_back(bytes_like(output));
+    for (const auto& output : outputs) gathered[0].push_back(room_for(output, group));
   }
   c10d::GatherOptions options;
   options.rootRank = root;
   auto work = group.impl()->backend_for(tensor.device())->gather(gathered, inputs, options);
   return work_of(std::move(work), [outputs = std::move(outputs), gathered] {
-    for (size_t rank = 0; rank < outputs.size(); ++rank) store_bytes(gathered[0][rank], outputs[rank]);
+    for (size_t rank = 0; rank < outputs.size(); ++rank) unpack(gathered[0][rank], outputs[rank]);
   });
 }
 
@@ -314,22 +157,18 @@ Work scatter_async(Tensor output, const std::vector<Tensor>& inputs, const Proce
   const bool mine = group.rank() == root;
   call.require_count(inputs.size(), mine ? group.size() : 0, "inputs");
   for (const auto& input : inputs) call.require_like(input, output, "an input");
-  if (group.size() == 1) {
-    torch::NoGradGuard no_grad;
-    output.copy_(inputs[0]);
-    return Work();
-  }
+  if (group.size() == 1) return copied(inputs[0], output);
   if (output.numel() == 0) return Work();
-  std::vector<Tensor> outputs{bytes_like(output)};
+  std::vector<Tensor> outputs{room_for(output, group)};
   std::vector<std::vector<Tensor>> parts;
   if (mine) {
     parts.emplace_back();
-    for (const auto& input : inputs) parts[0].push_back(detail::bytes_of(input));
+    for (const auto& input : inputs) parts[0].push_back(carried(input, group));
   }
   c10d::ScatterOptions options;
   options.rootRank = root;
   auto work = group.impl()->backend_for(output.device())->scatter(outputs, parts, options);
-  return work_of(std::move(work), [output, part = outputs[0], parts] { store_bytes(part, output); });
+  return work_of(std::move(work), [output, part = outputs[0], parts] { unpack(part, output); });
 }
 
 Work reduce_scatter_async(Tensor output, const Tensor& tensor, const ProcessGroup& group, ReduceOp op) {
@@ -339,21 +178,17 @@ Work reduce_scatter_async(Tensor output, const Tensor& tensor, const ProcessGrou
   const int64_t rows = tensor.size(0) / group.size();
   call.require_like(output, tensor.narrow(0, 0, rows), "the output");
   const Wire wire = to_wire(call, tensor, op);
-  if (group.size() == 1) {
-    torch::NoGradGuard no_grad;
-    output.copy_(tensor);
-    return Work();
-  }
+  if (group.size() == 1) return copied(tensor, output);
   if (tensor.numel() == 0) return Work();
   const auto backend = group.impl()->backend_for(tensor.device());
   const auto finish = [op, size = group.size()](const Tensor& part, Tensor output) {
     store_result(from_wire(part, output, op, size), output);
   };
-  if (tensor.is_cuda()) {
+  if (backend->getBackendName() != "gloo") {
     std::vector<std::vector<Tensor>> inputs{wire.tensor.chunk(group.size())};
     std::vector<Tensor> outputs{torch::empty_like(inputs[0][0])};
     c10d::ReduceScatterOptions options;
-    options.reduceOp = to_c10d(wire.op);
+    options.reduceOp = wire.c10d_op();
     auto work = backend->reduce_scatter(outputs, inputs, options);
     return work_of(std::move(work), [finish, part = outputs[0], output] { finish(part, output); });
   }
@@ -361,7 +196,7 @@ Work reduce_scatter_async(Tensor output, const Tensor& tensor, const ProcessGrou
   Tensor whole = wire.tensor.is_alias_of(tensor) ? wire.tensor.clone() : wire.tensor;
   std::vector<Tensor> tensors{whole.detach()};
   c10d::AllreduceOptions options;
-  options.reduceOp = to_c10d(wire.op);
+  options.reduceOp = wire.c10d_op();
   auto work = backend->allreduce(tensors, options);
   const Tensor part = whole.narrow(0, rows * group.rank(), rows);
   return work_of(std::move(work), [finish, part, output] { finish(part, output); });
@@ -372,19 +207,15 @@ Work all_to_all_async(Tensor output, const Tensor& tensor, const ProcessGroup& g
   call.require_tensor(tensor);
   call.require_divisible(tensor);
   call.require_like(output, tensor, "the output");
-  if (group.size() == 1) {
-    torch::NoGradGuard no_grad;
-    output.copy_(tensor);
-    return Work();
-  }
+  if (group.size() == 1) return copied(tensor, output);
   if (tensor.numel() == 0) return Work();
   GroupImpl& impl = *group.impl();
   const auto backend = impl.backend_for(tensor.device());
-  std::vector<Tensor> outgoing = detail::bytes_of(tensor).chunk(group.size());
-  const Tensor received = bytes_like(output);
+  std::vector<Tensor> outgoing = carried(tensor, group).flatten().chunk(group.size());
+  const Tensor received = room_for(output, group);
   std::vector<Tensor> incoming = received.chunk(group.size());
   auto work = std::make_unique<Work::Impl>();
-  if (tensor.is_cuda()) {
+  if (backend->getBackendName() != "gloo") {
     work->works.push_back(backend->alltoall(incoming, outgoing, c10d::AllToAllOptions()));
   } else {
     // Gloo of libtorch 2.11 has no all_to_all of a list; messages between pairs are the same on every version.
@@ -397,7 +228,7 @@ Work all_to_all_async(Tensor output, const Tensor& tensor, const ProcessGroup& g
     }
     incoming[group.rank()].copy_(outgoing[group.rank()]);
   }
-  work->finish = [output, received, outgoing] { store_bytes(received, output); };
+  work->finish = [output, received, outgoing] { unpack(received, output); };
   return Work(std::move(work));
 }
 
@@ -441,7 +272,8 @@ Tensor reduce_scatter(const Tensor& tensor, const ProcessGroup& group, ReduceOp 
   const Call call("reduce_scatter", group);
   call.require_tensor(tensor);
   call.require_divisible(tensor);
-  Tensor output = torch::empty_like(tensor.narrow(0, 0, tensor.size(0) / group.size()), torch::MemoryFormat::Contiguous);
+  Tensor output =
+      torch::empty_like(tensor.narrow(0, 0, tensor.size(0) / group.size()), torch::MemoryFormat::Contiguous);
   reduce_scatter_async(output, tensor, group, op).wait();
   return output;
 }

@@ -18,7 +18,9 @@ struct GroupImpl {
   Place place;
   int local_rank = 0;
   std::string name = "world";
-  std::string backend = "none";
+  std::string wanted = "auto";   // of the options
+  std::string backend = "none";  // for tensors on `device`
+  std::string why;               // it was chosen
   c10::Device device = c10::kCPU;
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
 
@@ -31,7 +33,7 @@ struct GroupImpl {
 
   bool alone() const { return place.size == 1; }
 
-  /// The backend for tensors on `device`: Gloo for the CPU, NCCL for CUDA.
+  /// The backend for tensors on `device`: shared memory or Gloo for the CPU, NCCL for CUDA.
   c10::intrusive_ptr<c10d::Backend> backend_for(const c10::Device& device) const {
     return group->getBackend(device.type());
   }

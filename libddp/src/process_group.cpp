@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/gloo.h"
+#include "backend/shm.h"
 #include "cuda_module.h"
 #include "ddp/c10d.h"
 #include "ddp/collectives.h"
@@ -18,6 +19,7 @@
 #include "error_text.h"
 #include "group_impl.h"
 #include "rendezvous.h"
+#include "shm/join.h"
 
 namespace ddp {
 namespace {
@@ -28,20 +30,20 @@ std::string who(const Place& place) { return fmt::format("[ddp::ProcessGroup] {}
 
 void check(const Env& env, const ProcessGroupOptions& options) {
   const std::string& backend = options.backend;
-  if (backend != "auto" && backend != "gloo" && backend != "nccl") {
+  if (backend != "auto" && backend != "shm" && backend != "gloo" && backend != "nccl") {
     throw ConfigError(
-        fmt::format("{}: backend \"{}\" is not known; choose auto, gloo or nccl", who(env.place()), backend));
+        fmt::format("{}: backend \"{}\" is not known; choose auto, shm, gloo or nccl", who(env.place()), backend));
   }
   if (options.timeout <= std::chrono::milliseconds::zero()) {
-    throw ConfigError(fmt::format("{}: the timeout is {} ms; give a positive one", who(env.place()),
-                                  options.timeout.count()));
+    throw ConfigError(
+        fmt::format("{}: the timeout is {} ms; give a positive one", who(env.place()), options.timeout.count()));
   }
   if (env.world_size < 1 || env.rank < 0 || env.rank >= env.world_size) {
     throw ConfigError(fmt::format("{}: the rank must lie in 0..{}", who(env.place()), env.world_size - 1));
   }
   if (options.device && !options.device->is_cpu() && !options.device->is_cuda()) {
-    throw ConfigError(fmt::format("{}: device {} is not supported; choose cpu or cuda", who(env.place()),
-                                  options.device->str()));
+    throw ConfigError(
+        fmt::format("{}: device {} is not supported; choose cpu or cuda", who(env.place()), options.device->str()));
   }
 }
 
@@ -51,7 +53,7 @@ torch::Device choose_device(const Env& env, const ProcessGroupOptions& options) 
   if (options.device) {
     device = *options.device;
     if (device.is_cuda() && !device.has_index()) device = torch::Device(torch::kCUDA, env.local_rank);
-  } else if (options.backend != "gloo") {
+  } else if (options.backend != "gloo" && options.backend != "shm") {
     const bool one_per_task = env.launcher == Launcher::kSlurm;
     const int visible = detail::visible_cuda_devices();
     if (const auto index = pick_device(env.local_rank, env.local_world_size, visible, one_per_task)) {
@@ -60,9 +62,10 @@ torch::Device choose_device(const Env& env, const ProcessGroupOptions& options) 
   }
   if (options.backend == "nccl" && !device.is_cuda()) {
     detail::cuda_module();  // says so when it is the module that is missing
-    throw ConfigError(fmt::format("{}: backend nccl needs a CUDA device and this process sees none; use gloo on the CPU, "
-                                  "or check the driver and CUDA_VISIBLE_DEVICES",
-                                  who(env.place())));
+    throw ConfigError(
+        fmt::format("{}: backend nccl needs a CUDA device and this process sees none; use gloo on the CPU, "
+                    "or check the driver and CUDA_VISIBLE_DEVICES",
+                    who(env.place())));
   }
   if (device.is_cuda()) detail::cuda_module().set_device(device.index());
   return device;
@@ -71,18 +74,52 @@ torch::Device choose_device(const Env& env, const ProcessGroupOptions& options) 
 void log_choice(const GroupImpl& impl, const Env& env) {
   const std::string launcher =
       env.launcher == Launcher::kNone ? std::string("no launcher") : std::string(to_string(env.launcher));
-  const std::string why = impl.alone()                ? "a world of one needs none"
-                          : impl.device.is_cuda()     ? "CUDA tensors; gloo for CPU tensors"
-                                                      : "CPU tensors";
-  log::info(impl.place,
-            fmt::format("world of {} ({}), backend {} ({}), device {}, threads={}, timeout {:.3g} s", impl.place.size,
-                        launcher, impl.backend, why, impl.device.str(), at::get_num_threads(),
-                        std::chrono::duration<double>(impl.timeout).count()));
+  const std::string why = impl.alone() ? "a world of one needs none" : impl.why;
+  log::info(impl.place, fmt::format("world of {} ({}), backend {} ({}), device {}, threads={}, timeout {:.3g} s",
+                                    impl.place.size, launcher, impl.backend, why, impl.device.str(),
+                                    at::get_num_threads(), std::chrono::duration<double>(impl.timeout).count()));
 }
 
 }  // namespace
 
 namespace detail {
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// Shared memory where all ranks are on one host, else Gloo; `impl` gets the choice and the reason.
+BackendPtr connect_cpu(GroupImpl& impl, const std::shared_ptr<CallLog>& log) {
+  const auto connect_gloo = [store = impl.store, place = impl.place, timeout = impl.timeout, log]() -> BackendPtr {
+    const auto keys = c10::make_intrusive<c10d::PrefixStore>("gloo", store);
+    return watch(make_gloo(keys, place.rank, place.size, timeout), log);
+  };
+  const auto choose = [&](const std::string& name, const std::string& reason) {
+    if (impl.backend == "nccl") {
+      impl.why = fmt::format("CUDA tensors; {} for CPU tensors: {}", name, reason);
+    } else {
+      impl.backend = name;
+      impl.why = reason;
+    }
+  };
+  if (impl.wanted == "gloo") {
+    choose("gloo", "as asked");
+    return connect_gloo();
+  }
+  c10d::PrefixStore keys("shm", impl.store);
+  auto joined = shm::join(keys, impl.place, impl.name, impl.timeout);
+  if (joined.exchange) {
+    choose("shm", "all ranks share a host");
+    return make_shm(std::move(joined.exchange), connect_gloo);
+  }
+  if (impl.wanted == "shm") {
+    throw ConfigError(fmt::format("{}: backend shm needs all ranks on one host: {}; choose auto or gloo",
+                                  who(impl.place), joined.why_not));
+  }
+  choose("gloo", joined.why_not);
+  return connect_gloo();
+}
+
+}  // namespace
 
 std::shared_ptr<GroupImpl> connect_group(GroupImpl description, c10::intrusive_ptr<c10d::Store> store) {
   using c10d::ProcessGroup;
@@ -93,10 +130,9 @@ std::shared_ptr<GroupImpl> connect_group(GroupImpl description, c10::intrusive_p
                                        impl->name, impl->timeout);
   try {
     impl->group = c10::make_intrusive<ProcessGroup>(impl->store, rank, size);
-    auto gloo = make_gloo(c10::make_intrusive<c10d::PrefixStore>("gloo", impl->store), rank, size, impl->timeout);
-    gloo = watch(std::move(gloo), log);
-    impl->group->setBackend(c10::kCPU, ProcessGroup::BackendType::GLOO, gloo);
-    impl->group->setDefaultBackend(ProcessGroup::BackendType::GLOO);
+    auto cpu = connect_cpu(*impl, log);
+    impl->group->setBackend(c10::kCPU, ProcessGroup::BackendType::CUSTOM, cpu);
+    impl->group->setDefaultBackend(ProcessGroup::BackendType::CUSTOM);
     if (impl->backend == "nccl") {
       auto nccl = cuda_module().make_nccl(c10::make_intrusive<c10d::PrefixStore>("nccl", impl->store), rank, size,
                                           impl->timeout);
@@ -105,13 +141,14 @@ std::shared_ptr<GroupImpl> connect_group(GroupImpl description, c10::intrusive_p
     }
     impl->group->setGroupName(impl->name);
     // The rank that serves the store must not leave while others still connect through it.
-    gloo->barrier(c10d::BarrierOptions())->wait();
+    cpu->barrier(c10d::BarrierOptions())->wait();
   } catch (const Error&) {
     throw;
   } catch (const std::exception& e) {
-    throw CommError(fmt::format("{}: the ranks of group \"{}\" met but could not connect: {}; on several hosts set "
-                                "GLOO_SOCKET_IFNAME to the network interface that they share",
-                                who(impl->place), impl->name, error_text(e)));
+    throw CommError(
+        fmt::format("{}: the ranks of group \"{}\" met but could not connect: {}; on several hosts set "
+                    "GLOO_SOCKET_IFNAME to the network interface that they share",
+                    who(impl->place), impl->name, error_text(e)));
   }
   return impl;
 }
@@ -134,10 +171,10 @@ ProcessGroup::ProcessGroup(const Env& env, ProcessGroupOptions options) {
   if (env.world_size == 1) {
     impl_ = std::make_shared<GroupImpl>(std::move(description));
   } else {
-    description.backend = description.device.is_cuda() && options.backend != "gloo" ? "nccl" : "gloo";
+    description.wanted = options.backend;
+    if (description.device.is_cuda() && options.backend != "gloo") description.backend = "nccl";
     auto store = detail::connect_store(env, options.timeout);
-    const std::string traits =
-        fmt::format("{} {}", description.device.is_cuda() ? "cuda" : "cpu", description.backend);
+    const std::string traits = fmt::format("{} {}", description.device.is_cuda() ? "cuda" : "cpu", description.wanted);
     const std::string meeting = detail::meet(*store, env.place(), traits, options.timeout);
     impl_ = detail::connect_group(std::move(description),
                                   c10::make_intrusive<c10d::PrefixStore>("libddp/" + meeting, store));
@@ -155,9 +192,10 @@ std::chrono::milliseconds ProcessGroup::timeout() const { return impl_->timeout;
 
 ProcessGroup ProcessGroup::split(int color, int key) const {
   if (color < 0) {
-    throw ConfigError(fmt::format("[ddp::ProcessGroup::split] {}: color is {}; give one >= 0, and a color of its own to a "
-                                  "rank that shall be alone",
-                                  place().name(), color));
+    throw ConfigError(
+        fmt::format("[ddp::ProcessGroup::split] {}: color is {}; give one >= 0, and a color of its own to a "
+                    "rank that shall be alone",
+                    place().name(), color));
   }
   if (impl_->alone()) return *this;
   const auto choices = all_gather(torch::tensor({color, key}, torch::kInt64), *this);
@@ -175,7 +213,8 @@ ProcessGroup ProcessGroup::split(int color, int key) const {
   description.timeout = impl_->timeout;
   description.name = fmt::format("{}.{}.{}", impl_->name, impl_->children++, color);
   if (description.alone()) return ProcessGroup(std::make_shared<GroupImpl>(std::move(description)));
-  description.backend = impl_->backend;
+  description.wanted = impl_->wanted;
+  if (impl_->backend == "nccl") description.backend = "nccl";
   auto store = c10::make_intrusive<c10d::PrefixStore>(description.name, impl_->store);
   return ProcessGroup(detail::connect_group(std::move(description), std::move(store)));
 }
@@ -192,7 +231,8 @@ ProcessGroup ProcessGroup::duplicate(const std::string& name) const {
 
 c10::intrusive_ptr<c10d::ProcessGroup> c10d_group(const ProcessGroup& group) {
   if (group.impl()->alone()) {
-    throw ConfigError("[ddp::c10d_group] a world of one has no c10d group; start two ranks, or test group.size() first");
+    throw ConfigError(
+        "[ddp::c10d_group] a world of one has no c10d group; start two ranks, or test group.size() first");
   }
   return group.impl()->group;
 }

@@ -21,9 +21,10 @@ torch::Tensor pattern(int64_t n, int64_t salt) {
 }  // namespace
 
 TEST_CASE("averaged gradients are those of Python's DDP, bit for bit") {
-  for (const int ranks : {2, 3}) {
-    run_ranks(ranks, [ranks](int rank) {
-      const auto group = ddp::ProcessGroup::from_env({.timeout = 20s});
+  for (const auto& [ranks, backend] : {std::pair(2, "gloo"), {3, "gloo"}, {2, "shm"}, {3, "shm"}}) {
+    INFO(ranks << " ranks, " << backend);
+    run_ranks(ranks, [ranks = ranks, backend = backend](int rank) {
+      const auto group = ddp::ProcessGroup::from_env({.backend = backend, .timeout = 20s});
       torch::nn::Sequential net(torch::nn::Linear(17, 29), torch::nn::ReLU(), torch::nn::Linear(29, 5));
       {
         torch::NoGradGuard no_grad;

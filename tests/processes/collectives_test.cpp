@@ -16,8 +16,13 @@ using torch::Tensor;
 
 namespace {
 
+constexpr const char* kBackends[] = {"shm", "gloo"};
+
 void in_group(int ranks, const std::function<void(const ProcessGroup&)>& body) {
-  run_ranks(ranks, [&](int) { body(ProcessGroup::from_env({.timeout = 20s})); });
+  for (const char* backend : kBackends) {
+    INFO(backend);
+    run_ranks(ranks, [&](int) { body(ProcessGroup::from_env({.backend = backend, .timeout = 20s})); });
+  }
 }
 
 // What rank r contributes: small integers, so that every dtype holds every result exactly.
@@ -95,8 +100,10 @@ TEST_CASE("all_reduce of bool is logical, of complex a sum") {
       return t;
     };
     const Tensor either = torch::tensor({true, true, true, false}), both = torch::tensor({true, false, false, false});
-    for (const auto op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kBitOr}) DDP_CHECK(torch::equal(reduced(op), either));
-    for (const auto op : {ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kBitAnd}) DDP_CHECK(torch::equal(reduced(op), both));
+    for (const auto op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kBitOr})
+      DDP_CHECK(torch::equal(reduced(op), either));
+    for (const auto op : {ReduceOp::kProduct, ReduceOp::kMin, ReduceOp::kBitAnd})
+      DDP_CHECK(torch::equal(reduced(op), both));
     DDP_CHECK(torch::equal(reduced(ReduceOp::kBitXor), torch::tensor({false, true, true, false})));
     Tensor z = torch::complex(torch::tensor({1.0}), torch::tensor({first ? 2.0 : 3.0}));
     ddp::all_reduce(z, group);
@@ -140,7 +147,8 @@ TEST_CASE("broadcast, reduce, gather, all_gather, scatter from every root") {
       if (rank == root) DDP_CHECK(t.item<double>() == 2.0);
       const auto gathered = ddp::gather(torch::tensor({rank * 10}), group, root);
       DDP_CHECK(gathered.size() == (rank == root ? 3u : 0u));
-      for (size_t r = 0; r < gathered.size(); ++r) DDP_CHECK(gathered[r].item<int64_t>() == static_cast<int64_t>(r) * 10);
+      for (size_t r = 0; r < gathered.size(); ++r)
+        DDP_CHECK(gathered[r].item<int64_t>() == static_cast<int64_t>(r) * 10);
       std::vector<Tensor> parts;
       if (rank == root) {
         for (int r = 0; r < size; ++r) parts.push_back(torch::tensor({100 * root + r}));
@@ -224,7 +232,11 @@ TEST_CASE("arguments that cannot work are refused before anything is sent") {
     refused([&] { ddp::reduce_scatter(torch::ones({3}), group); }, "cannot be cut into 2 equal parts");
     refused([&] { ddp::all_to_all(torch::ones({5, 2}), group); }, "cannot be cut");
     refused([&] { ddp::scatter(t, {t}, group, group.rank()); }, "1 inputs were given, expected 2");
-    refused([&] { ddp::all_gather_async({torch::ones({3}), torch::ones({4})}, t, group).wait(); }, "Float[3], expected Float[4]");
+    refused(
+        [&] {
+          ddp::all_gather_async({torch::ones({3}), torch::ones({4})}, t, group).wait();
+        },
+        "Float[3], expected Float[4]");
     Tensor after = torch::ones({1});
     ddp::all_reduce(after, group);  // the group is as good as before
     DDP_CHECK(after.item<float>() == 2);
@@ -232,15 +244,16 @@ TEST_CASE("arguments that cannot work are refused before anything is sent") {
 }
 
 TEST_CASE("a collective whose sizes differ over ranks is an error, not a wrong number") {
-  const auto results = spawn_ranks(
-      2,
-      [](int rank) {
-        const auto group = ProcessGroup::from_env({.timeout = 3s});
-        Tensor t = torch::ones({rank == 0 ? 1000 : 2000});
-        ddp::all_reduce(t, group);
-      },
-      {.deadline = 20s});
-  CHECK((results[0].exit_code == 1 || results[1].exit_code == 1));
+  for (const char* backend : kBackends) {
+    const auto results = spawn_ranks(2,
+                                     [&](int rank) {
+                                       const auto group = ProcessGroup::from_env({.backend = backend, .timeout = 3s});
+                                       Tensor t = torch::ones({rank == 0 ? 1000 : 2000});
+                                       ddp::all_reduce(t, group);
+                                     },
+                                     {.deadline = 20s});
+    CHECK((results[0].exit_code == 1 || results[1].exit_code == 1));
+  }
 }
 
 // The gradient of each rank's own loss, taken as one term of the sum over ranks, by hand.
@@ -254,8 +267,9 @@ TEST_CASE("collectives that gradients flow through") {
       return x.grad();
     };
     // loss = w * sum(all_reduce(x)): each x enters both losses.
-    DDP_CHECK(torch::equal(gradient([&](const Tensor& x) { return weight * ddp::autograd::all_reduce(x, group).sum(); }),
-                           torch::full({2}, 8.0, torch::kDouble)));
+    DDP_CHECK(
+        torch::equal(gradient([&](const Tensor& x) { return weight * ddp::autograd::all_reduce(x, group).sum(); }),
+                     torch::full({2}, 8.0, torch::kDouble)));
     DDP_CHECK(torch::equal(
         gradient([&](const Tensor& x) { return weight * ddp::autograd::all_reduce(x, group, ReduceOp::kAvg).sum(); }),
         torch::full({2}, 4.0, torch::kDouble)));
@@ -263,13 +277,16 @@ TEST_CASE("collectives that gradients flow through") {
     const Tensor place = torch::tensor({1.0, 10.0, 100.0, 1000.0}, torch::kDouble);
     const Tensor expected = (weights[0] + weights[1]) * place.narrow(0, 2 * group.rank(), 2);
     DDP_CHECK(torch::equal(
-        gradient([&](const Tensor& x) { return weight * (ddp::autograd::all_gather(x, group) * place).sum(); }), expected));
+        gradient([&](const Tensor& x) { return weight * (ddp::autograd::all_gather(x, group) * place).sum(); }),
+        expected));
     // reduce_scatter: element r goes to rank r's loss.
-    DDP_CHECK(torch::equal(gradient([&](const Tensor& x) { return weight * ddp::autograd::reduce_scatter(x, group).sum(); }),
-                           torch::tensor({3.0, 5.0}, torch::kDouble)));
-    DDP_CHECK(torch::equal(
-        gradient([&](const Tensor& x) { return weight * ddp::autograd::reduce_scatter(x, group, ReduceOp::kAvg).sum(); }),
-        torch::tensor({1.5, 2.5}, torch::kDouble)));
+    DDP_CHECK(
+        torch::equal(gradient([&](const Tensor& x) { return weight * ddp::autograd::reduce_scatter(x, group).sum(); }),
+                     torch::tensor({3.0, 5.0}, torch::kDouble)));
+    DDP_CHECK(torch::equal(gradient([&](const Tensor& x) {
+                             return weight * ddp::autograd::reduce_scatter(x, group, ReduceOp::kAvg).sum();
+                           }),
+                           torch::tensor({1.5, 2.5}, torch::kDouble)));
     DDP_CHECK(contains(message_of<ddp::MismatchError>([&] { ddp::autograd::all_reduce(place, group, ReduceOp::kMax); }),
                        "only the sum and the mean"));
   });

@@ -23,7 +23,8 @@ struct GroupImpl;
 
 /// How a group is made.
 struct ProcessGroupOptions {
-  /// "auto": nccl where the device is a CUDA device, else gloo. "gloo", "nccl": that one or an error that says why not.
+  /// "auto": nccl where the device is a CUDA device, else shm (shared memory) where all ranks share a host, else gloo.
+  /// "shm", "gloo", "nccl": that one or an error that says why not.
   std::string backend = "auto";
   /// For joining and for every collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
@@ -32,7 +33,8 @@ struct ProcessGroupOptions {
 };
 
 /// A group of processes. Copies share one implementation. Collectives on one group must be called in the same order on
-/// all its ranks; different groups are independent of each other. Not thread-safe for collectives on one group.
+/// all its ranks. Different groups never meet; with shm, whose collectives are done when the call returns, groups of the
+/// same ranks must also be used in the same order, or from a thread each. Not thread-safe for collectives on one group.
 class ProcessGroup {
  public:
   /// A world of one: every collective is the identity, no socket is opened.
@@ -55,7 +57,7 @@ class ProcessGroup {
 
   /// The device of this rank's tensors.
   torch::Device device() const;
-  /// "gloo", "nccl", or "none" in a world of one.
+  /// "shm", "gloo", "nccl", or "none" in a world of one.
   const std::string& backend() const;
   std::chrono::milliseconds timeout() const;
 
