@@ -4,13 +4,14 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: bash cmake/quickstart.sh build | train [options of qwen_pretrain] | test [options of ctest] | bench [options] | help
+usage: bash cmake/quickstart.sh build | train [options of qwen_pretrain] | test [options of ctest] |
+                                bench [options of benchmarks/compare.py] | help
 
   build   set up (compiler and libraries by apt-get, libtorch by pip), configure and compile everything
   train   the same for what it needs, then pretrain a small Qwen2 on two ranks; Ctrl-C saves and stops, the same
           command again resumes
   test    the same, then all tests; the exit status is theirs
-  bench   the same, then the benchmarks, where there are any
+  bench   the same, then libddp and PyTorch's DDP side by side, and a report (a quarter of an hour)
 
 libtorch: Torch_DIR, else CMAKE_PREFIX_PATH, else python3's torch, where they have one >= 2.11; else one is fetched.
   LIBDDP_CACHE           where it is kept                                              (~/.cache/libddp)
@@ -329,9 +330,8 @@ tests() {
 
 bench() {
   set_up all
-  local program=$build/bin/ddp_bench
-  [[ -x $program ]] || die "there are no benchmarks in this version"
-  exec "$program" "$@"
+  command -v python3 >/dev/null || die "the comparison is a Python script: apt-get install python3"
+  exec python3 "$repo/benchmarks/compare.py" --build "$build" "$@"
 }
 
 exec 3>&1 # the terminal, for steps whose own output goes to a log
