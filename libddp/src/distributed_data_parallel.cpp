@@ -14,6 +14,7 @@
 #include "broadcast_all.h"
 #include "ddp/error.h"
 #include "ddp/log.h"
+#include "in_place_reducer.h"
 #include "reducer.h"
 
 namespace ddp {
@@ -62,7 +63,9 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
   Place place;
   std::vector<std::string> names;  // of the parameters, by the reducer's index
   bool static_graph = false;
-  std::shared_ptr<c10d::Reducer> reducer;  // null in a world of one
+  // One of the two; none in a world of one.
+  std::shared_ptr<c10d::Reducer> reducer;
+  std::unique_ptr<InPlaceReducer> in_place;
 
   bool expecting = false;       // a synchronised forward waits for its backward
   int backward = -1;            // graph task of the synchronised backward that runs now
@@ -86,8 +89,9 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
                       place.name()));
     }
     expecting = false;
-    if (reducer == nullptr) return;
+    if (!communicates()) return;
     backward = task;
+    if (in_place != nullptr) in_place->begin();
     // The reducer finalises in a callback that it queues during backward, for a static graph in one that is queued by
     // another: three hops are after both.
     queue_last(3, [self = shared_from_this()] { self->on_backward_end(); });
@@ -98,9 +102,12 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
     }
   }
 
+  bool communicates() const { return reducer != nullptr || in_place != nullptr; }
+
   void on_backward_end() {
     backward = -1;
-    if (const std::string without = names_without_gradient(*reducer, names); !without.empty()) {
+    const std::string without = in_place != nullptr ? in_place->average() : names_without_gradient(*reducer, names);
+    if (!without.empty()) {
       throw Error(
           fmt::format("[ddp::DistributedDataParallel] {}: no gradient reached: {}; the other gradients of this step "
                       "were not averaged. Use these parameters in the loss, or construct with "
@@ -190,15 +197,21 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
   }
   require_same_model(lines, group_);
   broadcast_all(state, group_);
-  engine_->reducer = make_reducer(parameters_, expect_sparse, group_, options_);
+  if (InPlaceReducer::can_serve(group_, options_, expect_sparse)) {
+    engine_->in_place = std::make_unique<InPlaceReducer>(parameters_, group_, options_);
+  } else {
+    engine_->reducer = make_reducer(parameters_, expect_sparse, group_, options_);
+  }
 }
 
 Replica::~Replica() = default;
 
 void Replica::before_forward() {
-  if (!torch::GradMode::is_enabled() || engine_->reducer == nullptr) return;
-  if (sync_) engine_->reducer->prepare_for_forward();
-  engine_->reducer->rebuild_buckets();
+  if (!torch::GradMode::is_enabled() || !engine_->communicates()) return;
+  if (engine_->reducer != nullptr) {
+    if (sync_) engine_->reducer->prepare_for_forward();
+    engine_->reducer->rebuild_buckets();
+  }
   if (buffers_due_ && options_.broadcast_buffers) broadcast_all(module_->buffers(), group_);
 }
 

@@ -134,8 +134,7 @@ struct Profiler::Range::Open {
   std::optional<c10::Event> begin;
 };
 
-Profiler::Profiler(Options options)
-    : impl_(new Impl) {
+Profiler::Profiler(Options options) : impl_(new Impl) {
   impl_->options = options;
   impl_->on_device = options.enabled && !options.device.is_cpu();
   if (impl_->on_device) impl_->new_origin();

@@ -135,9 +135,10 @@ TEST_CASE("shm: what c10d offers beyond libddp's own collectives") {
     Tensor sent = torch::full({3 * (rank + 1)}, rank), received = torch::empty({6}, sent.options());
     c10d_group->alltoall_base(received, sent, out_splits, in_splits)->wait();
     DDP_CHECK(torch::equal(received, torch::tensor({0, 1, 1, 2, 2, 2})));
-    std::vector<Tensor> several{torch::ones({3}), torch::full({2, 2}, rank)};
-    c10d_group->allreduce_coalesced(several)->wait();
-    DDP_CHECK(torch::equal(several[0], torch::full({3}, 3.0)) && torch::equal(several[1], torch::full({2, 2}, 3)));
+    std::vector<Tensor> several{torch::ones({40000}), torch::full({2, 2}, rank * 1.0), torch::ones({7})};
+    c10d_group->allreduce_coalesced(several)->wait();  // as of one tensor
+    DDP_CHECK(torch::equal(several[0], torch::full({40000}, 3.0)) && torch::equal(several[2], torch::full({7}, 3.0)));
+    DDP_CHECK(torch::equal(several[1], torch::full({2, 2}, 3.0)));
     std::vector<Tensor> strided{torch::arange(6).view({2, 3}).t()};
     c10d_group->allreduce(strided)->wait();
     DDP_CHECK(torch::equal(strided[0], torch::arange(6).view({2, 3}).t() * 3));

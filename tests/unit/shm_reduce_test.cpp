@@ -110,6 +110,44 @@ TEST_CASE("reduce rounds bfloat16 to the nearest even, and keeps NaN and infinit
   CHECK(torch::allclose(out.to(torch::kFloat), want.to(torch::kFloat), 0, 0, /*equal_nan=*/true));
 }
 
+TEST_CASE("scale multiplies as torch does, and copies where the scale is 1") {
+  torch::manual_seed(2);
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
+    for (const int64_t count : {0, 1, 15, 16, 1001}) {
+      const Tensor from = random(count, dtype);
+      Tensor to = torch::zeros({count + 1}, dtype);
+      ddp::detail::shm::scale(from.data_ptr(), to.data_ptr(), count, dtype, 1.0 / 3);
+      CHECK(torch::equal(to.narrow(0, 0, count), from * (1.0 / 3)));
+      CHECK(to[count].item<double>() == 0);
+      ddp::detail::shm::scale(from.data_ptr(), to.data_ptr(), count, dtype, 1);
+      CHECK(torch::equal(to.narrow(0, 0, count), from));
+    }
+  }
+  const Tensor integers = random(100, torch::kInt64);
+  Tensor copied = torch::zeros_like(integers);
+  ddp::detail::shm::scale(integers.data_ptr(), copied.data_ptr(), 100, torch::kInt64, 1);
+  CHECK(torch::equal(copied, integers));
+}
+
+TEST_CASE("reduce_and_scale does both, whatever the two lengths") {
+  torch::manual_seed(3);
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
+    for (const Op op : {Op::kSum, Op::kMax}) {
+      for (const auto& [count, next_count] :
+           {std::pair<int64_t, int64_t>{1000, 1000}, {1000, 0}, {0, 1000}, {77, 300}}) {
+        const Tensor a = random(count, dtype), b = random(count, dtype), from = random(next_count, dtype);
+        Tensor out = torch::zeros({count + 1}, dtype), to = torch::zeros({next_count + 1}, dtype);
+        const void* const inputs[] = {a.data_ptr(), b.data_ptr()};
+        ddp::detail::shm::reduce_and_scale(inputs, out.data_ptr(), count, dtype, op,
+                                           {from.data_ptr(), to.data_ptr(), next_count, 0.25});
+        CHECK(torch::equal(out.narrow(0, 0, count), expected(op, {a, b})));
+        CHECK(torch::equal(to.narrow(0, 0, next_count), from * 0.25));
+        CHECK((out[count].item<double>() == 0 && to[next_count].item<double>() == 0));
+      }
+    }
+  }
+}
+
 TEST_CASE("the instructions are chosen by the processor") {
   const std::string name = ddp::detail::shm::reduce_instructions();
   INFO(name);

@@ -140,8 +140,8 @@ class ShmBackend : public c10d::Backend {
     return run(options.timeout, tensors, [&] {
       for (const Tensor& tensor : tensors) {
         Plain plain("reduce", tensor);
-        shm::reduce(*exchange_, reducible("reduce", plain, options.reduceOp), root(options.rootRank),
-                    to_op("reduce", options.reduceOp));
+        require_reducible("reduce", plain.buffer(), options.reduceOp);
+        shm::reduce(*exchange_, plain.buffer(), root(options.rootRank), to_op("reduce", options.reduceOp));
         if (root(options.rootRank) == rank_) finish(plain, tensor, options.reduceOp);
       }
     });
@@ -305,21 +305,26 @@ class ShmBackend : public c10d::Backend {
                                             operation, std::move(plain), std::move(message));
   }
 
+  // Of the tensors as of one.
   WorkPtr all_reduce(const std::vector<Tensor>& tensors, const c10d::ReduceOp& op, milliseconds timeout) {
     return run(timeout, tensors, [&] {
-      for (const Tensor& tensor : tensors) {
-        Plain plain("all_reduce", tensor);
-        shm::all_reduce(*exchange_, reducible("all_reduce", plain, op), to_op("all_reduce", op));
-        finish(plain, tensor, op);
+      Plains plains("all_reduce", tensors);
+      for (const shm::Buffer& buffer : plains.buffers()) {
+        require_reducible("all_reduce", buffer, op);
+        if (buffer.dtype == plains.buffers()[0].dtype) continue;
+        refuse("all_reduce", fmt::format("rank {}: the tensors are of {} and {}; give those of one dtype", rank_,
+                                         c10::toString(plains.buffers()[0].dtype), c10::toString(buffer.dtype)));
       }
+      shm::all_reduce(*exchange_, plains.buffers(), to_op("all_reduce", op), op == c10d::ReduceOp::AVG);
+      plains.put_back();
     });
   }
 
   void reduce_scatter(const Tensor& output, const std::vector<Tensor>& inputs, const c10d::ReduceOp& op) {
     Plain plain("reduce_scatter", output);
     const Plains parts("reduce_scatter", like("reduce_scatter", inputs, output));
-    shm::reduce_scatter(*exchange_, reducible("reduce_scatter", plain, op), parts.buffers(),
-                        to_op("reduce_scatter", op));
+    require_reducible("reduce_scatter", plain.buffer(), op);
+    shm::reduce_scatter(*exchange_, plain.buffer(), parts.buffers(), to_op("reduce_scatter", op));
     finish(plain, output, op);
   }
 
@@ -338,12 +343,10 @@ class ShmBackend : public c10d::Backend {
     to.put_back();
   }
 
-  shm::Buffer reducible(const char* operation, const Plain& plain, const c10d::ReduceOp& op) const {
-    const shm::Buffer buffer = plain.buffer();
+  void require_reducible(const char* operation, const shm::Buffer& buffer, const c10d::ReduceOp& op) const {
     const bool mean = op == c10d::ReduceOp::AVG;
-    if (shm::can_reduce(buffer.dtype, to_op(operation, op)) && !(mean && c10::isIntegralType(buffer.dtype, true))) {
-      return buffer;
-    }
+    if (shm::can_reduce(buffer.dtype, to_op(operation, op)) && !(mean && c10::isIntegralType(buffer.dtype, true)))
+      return;
     refuse(operation, fmt::format("rank {}: {} of {} is not defined; convert the tensor", rank_,
                                   mean ? "avg" : to_string(to_op(operation, op)), c10::toString(buffer.dtype)));
   }

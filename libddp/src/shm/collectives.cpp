@@ -77,35 +77,129 @@ class RingOrder {
   std::vector<const void*> inputs_;
 };
 
+// Several buffers as one tensor, which passes through the slots part by part.
+class Pieces {
+ public:
+  Pieces(std::span<const Buffer> pieces, int world, Op op, bool mean)
+      : pieces_(pieces), op_(op), scale_(mean ? 1.0 / world : 1.0), order_(world, bytes(), dtype_size()) {}
+
+  c10::ScalarType dtype() const { return pieces_[0].dtype; }
+  int64_t dtype_size() const { return pieces_[0].element(); }
+  int64_t bytes() const {
+    int64_t bytes = 0;
+    for (const Buffer& piece : pieces_) bytes += piece.bytes();
+    return bytes;
+  }
+
+  void fill(std::byte* slot, int64_t offset, int64_t bytes) const {
+    in_pieces(offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
+      scale(data, slot + done, length / dtype_size(), dtype(), scale_);
+    });
+  }
+
+  void read(const std::byte* slot, int64_t offset, int64_t bytes) const {
+    in_pieces(offset, bytes,
+              [&](std::byte* data, int64_t done, int64_t length) { copy_bytes(data, slot + done, length); });
+  }
+
+  // Adds up a part that begins at `slot_offset` of the slots: into the pieces, or into `out`.
+  void add_up(const Exchange& exchange, int64_t offset, int64_t bytes) {
+    in_pieces(offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
+      order_.add_up(exchange, offset + done, done, length, data, dtype(), op_);
+    });
+  }
+  void add_up_into(std::byte* out, const Exchange& exchange, int64_t offset, int64_t slot_offset, int64_t bytes) {
+    order_.add_up(exchange, offset, slot_offset, bytes, out, dtype(), op_);
+  }
+
+  // The same for two ranks, while the next part is filled in.
+  void add_up_and_fill(const Exchange& exchange, int64_t offset, int64_t bytes, int64_t next_bytes) {
+    std::byte* out = within_one(offset, bytes);
+    std::byte* from = within_one(offset + bytes, next_bytes);
+    if (out == nullptr || from == nullptr) {
+      add_up(exchange, offset, bytes);
+      fill(exchange.next_slot(), offset + bytes, next_bytes);
+      return;
+    }
+    const void* const inputs[] = {exchange.slot(1), exchange.slot(0)};
+    const Next next{from, exchange.next_slot(), next_bytes / dtype_size(), scale_};
+    reduce_and_scale(inputs, out, bytes / dtype_size(), dtype(), op_, next);
+  }
+
+ private:
+  // Calls f(data, done, length) for what [offset, offset + bytes) has of each piece.
+  template <class F>
+  void in_pieces(int64_t offset, int64_t bytes, F&& f) const {
+    int64_t begin = 0, done = 0;
+    for (const Buffer& piece : pieces_) {
+      if (done == bytes) return;
+      const int64_t from = offset + done - begin;
+      const int64_t length = std::min(piece.bytes() - from, bytes - done);
+      begin += piece.bytes();
+      if (length <= 0) continue;
+      f(piece.data + from, done, length);
+      done += length;
+    }
+  }
+
+  std::byte* within_one(int64_t offset, int64_t bytes) const {
+    std::byte* found = nullptr;
+    in_pieces(offset, bytes,
+              [&](std::byte* data, int64_t, int64_t length) { found = length == bytes ? data : nullptr; });
+    return found;
+  }
+
+  const std::span<const Buffer> pieces_;
+  const Op op_;
+  const double scale_;
+  RingOrder order_;
+};
+
 // Each rank adds up its share of the part, in its own slot, and then all read all shares.
-void reduce_in_shares(Exchange& exchange, RingOrder& order, const Buffer& buffer, int64_t offset, int64_t bytes,
-                      Op op) {
+void reduce_in_shares(Exchange& exchange, Pieces& pieces, int64_t offset, int64_t bytes) {
   const auto [me, world] = exchange.place();
   const int64_t share = (bytes / world + 63) / 64 * 64;
   const auto begin = [&](int rank) { return std::min(bytes, rank * share); };
   const auto length = [&](int rank) { return std::min(bytes, begin(rank) + share) - begin(rank); };
   std::byte* const mine = exchange.slot(me);
-  copy_bytes(mine, buffer.data + offset, bytes);
+  pieces.fill(mine, offset, bytes);
   exchange.meet();
-  order.add_up(exchange, offset + begin(me), begin(me), length(me), mine + begin(me), buffer.dtype, op);
+  pieces.add_up_into(mine + begin(me), exchange, offset + begin(me), begin(me), length(me));
   exchange.meet();
   for (int rank = 0; rank < world; ++rank) {
-    copy_bytes(buffer.data + offset + begin(rank), exchange.slot(rank) + begin(rank), length(rank));
+    pieces.read(exchange.slot(rank) + begin(rank), offset + begin(rank), length(rank));
   }
   exchange.next_turn();
 }
 
+// While a part is added up, the next one is filled in.
+void reduce_of_two(Exchange& exchange, Pieces& pieces) {
+  const int64_t total = pieces.bytes();
+  const auto part_at = [&](int64_t offset) { return std::min<int64_t>(kSlot, total - offset); };
+  pieces.fill(exchange.slot(exchange.place().rank), 0, part_at(0));
+  int64_t offset = 0;
+  do {
+    const int64_t bytes = part_at(offset);
+    exchange.meet();
+    pieces.add_up_and_fill(exchange, offset, bytes, part_at(offset + bytes));
+    exchange.next_turn();
+    offset += bytes;
+  } while (offset < total);
+}
+
 }  // namespace
 
-void all_reduce(Exchange& exchange, const Buffer& buffer, Op op) {
-  exchange.begin(call_of(Operation::kAllReduce, buffer, op));
+void all_reduce(Exchange& exchange, std::span<const Buffer> buffers, Op op, bool mean) {
   const auto [me, world] = exchange.place();
-  RingOrder order(world, buffer.bytes(), buffer.element());
-  in_parts(buffer.bytes(), kSlot, [&, me = me, world = world](int64_t offset, int64_t bytes) {
-    if (world > 2 && bytes > kSmall) return reduce_in_shares(exchange, order, buffer, offset, bytes, op);
-    copy_bytes(exchange.slot(me), buffer.data + offset, bytes);
+  Pieces pieces(buffers, world, op, mean);
+  const Buffer whole{.count = pieces.bytes() / pieces.dtype_size(), .dtype = pieces.dtype()};
+  exchange.begin(call_of(Operation::kAllReduce, whole, op));
+  if (world == 2) return reduce_of_two(exchange, pieces);
+  in_parts(pieces.bytes(), kSlot, [&, me = me](int64_t offset, int64_t bytes) {
+    if (bytes > kSmall) return reduce_in_shares(exchange, pieces, offset, bytes);
+    pieces.fill(exchange.slot(me), offset, bytes);
     exchange.meet();
-    order.add_up(exchange, offset, 0, bytes, buffer.data + offset, buffer.dtype, op);
+    pieces.add_up(exchange, offset, bytes);
     exchange.next_turn();
   });
 }

@@ -63,6 +63,8 @@ class Exchange {
   void begin(Call call);
 
   std::byte* slot(int rank) const { return arena_.data() + layout_.slot(turn_, rank); }
+  /// This rank's slot of the next turn, free once the ranks have met in this one.
+  std::byte* next_slot() const { return arena_.data() + layout_.slot(turn_ ^ 1, place_.rank); }
 
   /// Arrives and waits for all ranks. Throws MismatchError when the calls of the ranks differ, PeerError when a rank has
   /// ended, TimeoutError.

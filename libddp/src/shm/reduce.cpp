@@ -3,9 +3,14 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 // The loops are inlined into one function for each instruction set, which the compiler vectorises with what that function
 // may use. The processor is asked once, at the first call.
@@ -220,6 +225,37 @@ bool sum_plain(const Job& job, c10::ScalarType dtype) { return run_sum(job, dtyp
 }
 #endif
 
+#if defined(__x86_64__) && defined(__GNUC__)
+// Line by line, both; the compiler would make two loops of it.
+[[gnu::target("avx2")]] void sum_and_scale_avx2(const float* a, const float* b, float* out, const float* from,
+                                                float* to, float scale, int64_t lines) {
+  const __m256 factor = _mm256_set1_ps(scale);
+  for (int64_t i = 0; i < 16 * lines; i += 16) {
+    const __m256 next0 = _mm256_mul_ps(_mm256_loadu_ps(from + i), factor);
+    const __m256 next1 = _mm256_mul_ps(_mm256_loadu_ps(from + i + 8), factor);
+    const __m256 sum0 = _mm256_add_ps(_mm256_loadu_ps(b + i), _mm256_loadu_ps(a + i));
+    const __m256 sum1 = _mm256_add_ps(_mm256_loadu_ps(b + i + 8), _mm256_loadu_ps(a + i + 8));
+    _mm256_storeu_ps(to + i, next0);
+    _mm256_storeu_ps(to + i + 8, next1);
+    _mm256_storeu_ps(out + i, sum0);
+    _mm256_storeu_ps(out + i + 8, sum1);
+  }
+}
+
+[[gnu::target("avx2")]] void scale_avx2(const float* from, float* to, int64_t count, float scale) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i] * scale;
+}
+#endif
+
+template <class T>
+void scale_as(const void* from, void* to, int64_t count, double scale) {
+  using N = Number<T>;
+  const auto factor = static_cast<typename N::Wide>(scale);
+  const T* source = static_cast<const T*>(from);
+  T* target = static_cast<T*>(to);
+  for (int64_t i = 0; i < count; ++i) N::store(target + i, N::load(source + i) * factor);
+}
+
 struct Choice {
   SumKernel sum;  // false for a dtype that it does not know
   const char* name;
@@ -280,6 +316,49 @@ void reduce(std::span<const void* const> inputs, void* out, int64_t count, c10::
   if (dtype == c10::ScalarType::Bool) op = on_bool(op);
   const Job job{inputs, out, count};
   if (op != Op::kSum || !choice().sum(job, dtype)) run_any(job, dtype, op);
+}
+
+void scale(const void* from, void* to, int64_t count, c10::ScalarType dtype, double scale) {
+  if (scale == 1) {
+    if (count > 0) std::memcpy(to, from, count * c10::elementSize(dtype));
+    return;
+  }
+  switch (dtype) {
+    case c10::ScalarType::Float:
+#if defined(__x86_64__) && defined(__GNUC__)
+      if (choice().sum != sum_plain) {
+        return scale_avx2(static_cast<const float*>(from), static_cast<float*>(to), count, static_cast<float>(scale));
+      }
+#endif
+      return scale_as<float>(from, to, count, scale);
+    case c10::ScalarType::Double:
+      return scale_as<double>(from, to, count, scale);
+    case c10::ScalarType::Half:
+      return scale_as<c10::Half>(from, to, count, scale);
+    case c10::ScalarType::BFloat16:
+      return scale_as<c10::BFloat16>(from, to, count, scale);
+    default:
+      return;
+  }
+}
+
+void reduce_and_scale(std::span<const void* const, 2> inputs, void* out, int64_t count, c10::ScalarType dtype, Op op,
+                      const Next& next) {
+  int64_t done = 0;  // elements of both
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (dtype == c10::ScalarType::Float && op == Op::kSum && choice().sum != sum_plain) {
+    const int64_t lines = std::min(count, next.count) / 16;
+    sum_and_scale_avx2(static_cast<const float*>(inputs[0]), static_cast<const float*>(inputs[1]),
+                       static_cast<float*>(out), static_cast<const float*>(next.from), static_cast<float*>(next.to),
+                       static_cast<float>(next.scale), lines);
+    done = lines * 16;
+  }
+#endif
+  const auto skip = static_cast<int64_t>(done * c10::elementSize(dtype));
+  const auto rest = [&](const void* data) { return static_cast<const std::byte*>(data) + skip; };
+  const void* const rests[] = {rest(inputs[0]), rest(inputs[1])};
+  reduce(rests, static_cast<std::byte*>(out) + skip, count - done, dtype, op);
+  scale(rest(next.from), static_cast<std::byte*>(next.to) + skip, next.count - done, dtype, next.scale);
 }
 
 const char* reduce_instructions() { return choice().name; }

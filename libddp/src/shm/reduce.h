@@ -3,6 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -22,6 +23,21 @@ bool can_reduce(c10::ScalarType dtype, Op op);
 /// one of the inputs.
 /// Requires: can_reduce(dtype, op), 1 <= inputs.size().
 void reduce(std::span<const void* const> inputs, void* out, int64_t count, c10::ScalarType dtype, Op op);
+
+/// to[i] = from[i] * scale for i < count, in the dtype: what a mean takes of each rank before the sum. A scale of 1 copies
+/// any dtype; another needs a floating-point type.
+void scale(const void* from, void* to, int64_t count, c10::ScalarType dtype, double scale);
+
+/// `reduce` of two inputs, and `scale` of the next `count` elements, which overlap nothing of it. A sum of float32 does both
+/// at once: each waits for another memory, the one for the peer's cache, the other for the next part of the tensor.
+struct Next {
+  const void* from = nullptr;
+  void* to = nullptr;
+  int64_t count = 0;
+  double scale = 1;
+};
+void reduce_and_scale(std::span<const void* const, 2> inputs, void* out, int64_t count, c10::ScalarType dtype, Op op,
+                      const Next& next);
 
 /// The instructions that sums of floating-point numbers use on this processor: "avx512", "avx2" or "plain".
 const char* reduce_instructions();
