@@ -184,8 +184,8 @@ TEST_CASE("split makes groups by colour, ordered by key") {
 }
 
 TEST_CASE("a duplicate never meets the calls of its original") {
-  run_ranks(2, [](int rank) {
-    for (const char* backend : {"shm", "gloo"}) {
+  for (const char* backend : {"shm", "gloo"}) {
+    run_ranks(2, [&](int rank) {
       const auto world = ProcessGroup::from_env({.backend = backend, .timeout = 20s});
       const auto other = world.duplicate("other");
       auto a = torch::tensor({1.0f}), b = torch::tensor({10.0f});
@@ -195,8 +195,8 @@ TEST_CASE("a duplicate never meets the calls of its original") {
       auto second = swapped ? ddp::all_reduce_async(a, world) : ddp::all_reduce_async(b, other);
       first.wait(), second.wait();
       DDP_CHECK(a.item<float>() == 2 && b.item<float>() == 20);
-    }
-  });
+    });
+  }
 }
 
 TEST_CASE("a rank that dies is an error on the others, soon, with its name") {

@@ -5,7 +5,9 @@
 //   (loss_of(model(batch)) / micro.count()).backward();    // averages while backward runs
 //   ddp::clip_grad_norm(model, 1.0), optim.step(), model.zero_grad();
 //
-// The engine is libtorch's own c10d::Reducer; averaged gradients are, bit for bit, those of PyTorch's Python DDP.
+// Averaged gradients are, bit for bit, those of PyTorch's Python DDP. The engine is libtorch's own c10d::Reducer; on shared
+// memory (backend shm) gradients are averaged where they lie when backward ends, without buckets, unless an option below
+// needs the reducer.
 #pragma once
 
 #include <torch/nn/module.h>
@@ -33,9 +35,9 @@ using GradientHook = std::function<torch::Tensor(torch::Tensor bucket, const Pro
 enum class Compression { kNone, kFloat16, kBFloat16 };
 
 struct DistributedDataParallelOptions {
-  double bucket_cap_mb = 25;   ///< gradients travel in buckets of about this size, in MiB
+  double bucket_cap_mb = 25;   ///< gradients travel, or are summed, in buckets of about this size, in MiB
   double first_bucket_mb = 1;  ///< the first is small, so that communication starts early
-  bool gradient_as_bucket_view = true;
+  bool gradient_as_bucket_view = true;  ///< where there are buckets
   bool find_unused_parameters = false;  ///< look for parameters that the output does not depend on, each step
   bool static_graph = false;            ///< the same parameters are used, and as often, in each step
   bool broadcast_buffers = true;        ///< rank 0's buffers everywhere before the first forward of each window

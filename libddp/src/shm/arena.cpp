@@ -22,7 +22,7 @@ Fd::~Fd() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-Arena::Arena(Fd fd, size_t size) : fd_(std::move(fd)), size_(size) {
+Arena::Arena(Fd fd, size_t size) : fd_(std::move(fd)), size_(size), owner_(::getpid()) {
   void* mapped = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (mapped == MAP_FAILED) fail(errno, fmt::format("mapping {} bytes of shared memory", size));
   data_ = static_cast<std::byte*>(mapped);
@@ -30,7 +30,7 @@ Arena::Arena(Fd fd, size_t size) : fd_(std::move(fd)), size_(size) {
 }
 
 Arena::~Arena() {
-  if (data_ != nullptr) ::munmap(data_, size_);
+  if (data_ != nullptr && is_ours()) ::munmap(data_, size_);
 }
 
 Arena::Arena(Arena&& other) noexcept { *this = std::move(other); }
@@ -39,8 +39,11 @@ Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(fd_, other.fd_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(owner_, other.owner_);
   return *this;
 }
+
+bool Arena::is_ours() const { return owner_ == ::getpid(); }
 
 Arena Arena::create(size_t size) {
   Fd fd(::memfd_create("libddp", MFD_CLOEXEC));

@@ -44,6 +44,8 @@ class Arena {
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
+  /// Whether this process mapped it: a child made by fork has the object, but not the memory.
+  bool is_ours() const;
   int fd() const { return fd_.get(); }
   /// Others have opened it: the descriptor is needed no more.
   void close_fd() { fd_ = Fd(); }
@@ -54,6 +56,7 @@ class Arena {
   Fd fd_;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
+  pid_t owner_ = 0;
 };
 
 }  // namespace ddp::detail::shm

@@ -66,7 +66,9 @@ Exchange::Exchange(Arena arena, Peers peers, Place place, std::string group, mil
       layout_(place.size),
       spins_(choose_spins(place.size)) {}
 
-Exchange::~Exchange() { announce(State::kLeft); }
+Exchange::~Exchange() {
+  if (arena_.is_ours()) announce(State::kLeft);
+}
 
 Header& Exchange::header() const { return *reinterpret_cast<Header*>(arena_.data()); }
 
@@ -85,6 +87,12 @@ void Exchange::announce(State state, int blamed) noexcept {
 }
 
 void Exchange::require_usable() const {
+  if (!arena_.is_ours()) {
+    throw CommError(
+        fmt::format("[ddp::ProcessGroup] {}: group \"{}\" belongs to the process that made it; a child made by "
+                    "fork cannot use it: fork before, or make a group in the child",
+                    place_.name(), group_));
+  }
   if (failure_.empty()) return;
   throw CommError(fmt::format("[ddp::ProcessGroup] {}: group \"{}\" failed before and cannot be used any more: {}",
                               place_.name(), group_, failure_));
