@@ -124,7 +124,9 @@ def write_report(options, plan, rows, content):
     losses_off = [s.name for s in plan if (report.loss_difference(s, measured) or 0) > 1e-4]
     lines = ["# Benchmark report", ""]
     lines += [f"- {name}: {text}" for name, text in content["machine"].items()]
-    lines += [f"- command: `{content['command']}`", f"- rounds: {content['rounds']}", "",
+    begun = 1 + max((run["round"] for run in content["runs"]), default=-1)
+    rounds = f"{begun}" if begun == content["rounds"] else f"{begun} of {content['rounds']}: stopped early"
+    lines += [f"- command: `{content['command']}`", f"- rounds: {rounds}", "",
               "Each number is of the slowest (or fullest) rank; a ratio is taken within a round.", ""]
     lines += report.main_table(rows, measured)
     lines += report.failure_lines(measured, losses_off)
