@@ -154,13 +154,16 @@ TEST_CASE("a parameter without a gradient is an error in the same backward, with
 TEST_CASE("a parameter that one rank alone leaves without a gradient is an error on both, with its name and the rank") {
   in_group(2, [](const ProcessGroup& group) {
     DistributedDataParallel model(Two(), group);
-    const auto out = model(input(1), true, group.is_root());
-    const auto text = message_of<ddp::Error>([&] { out.sum().backward(); });
-    if (!contains(text, "no gradient reached: b.weight (rank 1);")) throw std::runtime_error(text);
-    const auto again = model(input(group.rank() + 1), true, true);  // the group is as good as before
-    model.zero_grad();
-    again.sum().backward();
-    DDP_CHECK(model->b->weight.grad().item<float>() == 1.5f);
+    for (int step = 0; step < 2; ++step) {
+      const auto out = model(input(1), true, group.is_root());
+      const auto text = message_of<ddp::Error>([&] { out.sum().backward(); });
+      if (!contains(text, "no gradient reached: b.weight (rank 1);")) throw std::runtime_error(text);
+      model.zero_grad();
+      const auto again = model(input(group.rank() + 1), true, true);  // the group is as good as before
+      again.sum().backward();
+      DDP_CHECK(model->b->weight.grad().item<float>() == 1.5f);
+      model.zero_grad();
+    }
   });
 }
 
