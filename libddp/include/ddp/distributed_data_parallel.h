@@ -35,8 +35,8 @@ using GradientHook = std::function<torch::Tensor(torch::Tensor bucket, const Pro
 enum class Compression { kNone, kFloat16, kBFloat16 };
 
 struct DistributedDataParallelOptions {
-  double bucket_cap_mb = 25;   ///< gradients travel, or are summed, in buckets of about this size, in MiB
-  double first_bucket_mb = 1;  ///< the first is small, so that communication starts early
+  double bucket_cap_mb = 25;            ///< gradients travel, or are summed, in buckets of about this size, in MiB
+  double first_bucket_mb = 1;           ///< the first is small, so that communication starts early
   bool gradient_as_bucket_view = true;  ///< where there are buckets
   bool find_unused_parameters = false;  ///< look for parameters that the output does not depend on, each step
   bool static_graph = false;            ///< the same parameters are used, and as often, in each step
