@@ -97,7 +97,8 @@ double take_rope_theta(Reader& reader) {
   for (const auto& [key, value] : rope.items()) {
     const bool known = (key == "rope_type" && value == "default") || (key == "rope_theta" && value.is_number());
     if (!known)
-      reader.fail("rope_parameters", c10::str("has ", key, " = ", value.dump(), ", which is not implemented"));
+      reader.fail("rope_parameters", c10::str("has ", key, " = ", value.dump(),
+                                              ", which is not supported; take a config.json without it"));
   }
   return rope.value("rope_theta", theta);
 }
@@ -133,7 +134,8 @@ Config read_config(const std::filesystem::path& file) {
   reader.require("use_mrope", false);
   for (const Json& type : reader.take_json("layer_types")) {
     if (type != "full_attention")
-      reader.fail("layer_types", c10::str("has ", type.dump(), ", which is not implemented"));
+      reader.fail("layer_types",
+                  c10::str("has ", type.dump(), ", which is not supported; take a config.json without it"));
   }
 
   Config config;

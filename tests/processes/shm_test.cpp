@@ -143,6 +143,13 @@ TEST_CASE("shm: what c10d offers beyond libddp's own collectives") {
     c10d_group->allreduce_coalesced(several)->wait();  // as of one tensor
     DDP_CHECK(torch::equal(several[0], torch::full({40000}, 3.0)) && torch::equal(several[2], torch::full({7}, 3.0)));
     DDP_CHECK(torch::equal(several[1], torch::full({2, 2}, 3.0)));
+    std::vector<Tensor> z{torch::complex(torch::ones({2}), torch::ones({2}))};
+    c10d::AllreduceOptions product;
+    product.reduceOp = c10d::ReduceOp::PRODUCT;  // not that of the parts
+    DDP_CHECK(message_of<ddp::MismatchError>([&] { c10d_group->allreduce(z, product); }).find("product of Complex") !=
+              std::string::npos);
+    c10d_group->allreduce(z)->wait();
+    DDP_CHECK(torch::equal(z[0], torch::complex(torch::full({2}, 3.0f), torch::full({2}, 3.0f))));
     std::vector<Tensor> strided{torch::arange(6).view({2, 3}).t()};
     c10d_group->allreduce(strided)->wait();
     DDP_CHECK(torch::equal(strided[0], torch::arange(6).view({2, 3}).t() * 3));

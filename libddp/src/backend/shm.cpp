@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "ddp/error.h"
+#include "backend/plain.h"
 #include "shm/collectives.h"
 #include "shm/mailbox.h"
 
@@ -36,53 +36,6 @@ class DoneWork : public c10d::Work {
 
  private:
   const std::vector<Tensor> result_;
-};
-
-[[noreturn]] void refuse(const char* operation, const std::string& why) {
-  throw MismatchError(fmt::format("[ddp::{}] {}", operation, why));
-}
-
-// A tensor as plain memory for the time of a call. Where it is not contiguous, a copy, which `put_back` writes back.
-class Plain {
- public:
-  Plain(const char* operation, const Tensor& tensor) : tensor_(tensor) {
-    if (!tensor.device().is_cpu() || tensor.layout() != c10::kStrided) {
-      refuse(operation, fmt::format("the shm backend moves dense CPU tensors, this one is {} on {}; move it to the CPU",
-                                    c10::str(tensor.layout()), tensor.device().str()));
-    }
-    plain_ = tensor.detach().resolve_conj().resolve_neg().contiguous();
-    if (plain_.is_complex()) plain_ = at::view_as_real(plain_);
-  }
-
-  shm::Buffer buffer() const {
-    return {.data = static_cast<std::byte*>(plain_.data_ptr()), .count = plain_.numel(), .dtype = plain_.scalar_type()};
-  }
-
-  void put_back() {
-    if (plain_.is_alias_of(tensor_)) return;
-    at::NoGradGuard no_grad;
-    tensor_.detach().copy_(tensor_.is_complex() ? at::view_as_complex(plain_) : plain_);
-  }
-
- private:
-  Tensor tensor_, plain_;
-};
-
-class Plains {
- public:
-  Plains(const char* operation, const std::vector<Tensor>& tensors) {
-    for (const Tensor& tensor : tensors) plains_.emplace_back(operation, tensor);
-    for (const Plain& plain : plains_) buffers_.push_back(plain.buffer());
-  }
-
-  std::span<const shm::Buffer> buffers() const { return buffers_; }
-  void put_back() {
-    for (Plain& plain : plains_) plain.put_back();
-  }
-
- private:
-  std::vector<Plain> plains_;
-  std::vector<shm::Buffer> buffers_;
 };
 
 shm::Op to_op(const char* operation, const c10d::ReduceOp& op) {
@@ -140,7 +93,7 @@ class ShmBackend : public c10d::Backend {
     return run(options.timeout, tensors, [&] {
       for (const Tensor& tensor : tensors) {
         Plain plain("reduce", tensor);
-        require_reducible("reduce", plain.buffer(), options.reduceOp);
+        require_reducible("reduce", tensor, plain.buffer(), options.reduceOp);
         shm::reduce(*exchange_, plain.buffer(), root(options.rootRank), to_op("reduce", options.reduceOp));
         if (root(options.rootRank) == rank_) finish(plain, tensor, options.reduceOp);
       }
@@ -309,8 +262,9 @@ class ShmBackend : public c10d::Backend {
   WorkPtr all_reduce(const std::vector<Tensor>& tensors, const c10d::ReduceOp& op, milliseconds timeout) {
     return run(timeout, tensors, [&] {
       Plains plains("all_reduce", tensors);
-      for (const shm::Buffer& buffer : plains.buffers()) {
-        require_reducible("all_reduce", buffer, op);
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        const shm::Buffer& buffer = plains.buffers()[i];
+        require_reducible("all_reduce", tensors[i], buffer, op);
         if (buffer.dtype == plains.buffers()[0].dtype) continue;
         refuse("all_reduce", fmt::format("rank {}: the tensors are of {} and {}; give those of one dtype", rank_,
                                          c10::toString(plains.buffers()[0].dtype), c10::toString(buffer.dtype)));
@@ -323,7 +277,7 @@ class ShmBackend : public c10d::Backend {
   void reduce_scatter(const Tensor& output, const std::vector<Tensor>& inputs, const c10d::ReduceOp& op) {
     Plain plain("reduce_scatter", output);
     const Plains parts("reduce_scatter", like("reduce_scatter", inputs, output));
-    require_reducible("reduce_scatter", plain.buffer(), op);
+    require_reducible("reduce_scatter", output, plain.buffer(), op);
     shm::reduce_scatter(*exchange_, plain.buffer(), parts.buffers(), to_op("reduce_scatter", op));
     finish(plain, output, op);
   }
@@ -343,12 +297,16 @@ class ShmBackend : public c10d::Backend {
     to.put_back();
   }
 
-  void require_reducible(const char* operation, const shm::Buffer& buffer, const c10d::ReduceOp& op) const {
+  void require_reducible(const char* operation, const Tensor& tensor, const shm::Buffer& buffer,
+                         const c10d::ReduceOp& op) const {
     const bool mean = op == c10d::ReduceOp::AVG;
-    if (shm::can_reduce(buffer.dtype, to_op(operation, op)) && !(mean && c10::isIntegralType(buffer.dtype, true)))
+    const bool complex_fits = !tensor.is_complex() || c10d::isComplexViewAsRealAllowed(op);  // seen as pairs of reals
+    if (complex_fits && shm::can_reduce(buffer.dtype, to_op(operation, op)) &&
+        !(mean && c10::isIntegralType(buffer.dtype, true))) {
       return;
+    }
     refuse(operation, fmt::format("rank {}: {} of {} is not defined; convert the tensor", rank_,
-                                  mean ? "avg" : to_string(to_op(operation, op)), c10::toString(buffer.dtype)));
+                                  mean ? "avg" : to_string(to_op(operation, op)), c10::toString(tensor.scalar_type())));
   }
 
   void finish(Plain& plain, const Tensor& tensor, const c10d::ReduceOp& op) const {

@@ -230,7 +230,7 @@ void broadcast(Exchange& exchange, const Buffer& buffer, int root) {
 namespace {
 
 void gather_all(Exchange& exchange, const Buffer& input, std::span<const Buffer> outputs) {
-  const auto [me, world] = exchange.place();
+  const int me = exchange.place().rank;
   in_parts(input.bytes(), kSlot, [&](int64_t offset, int64_t bytes) {
     copy_bytes(exchange.slot(me), input.data + offset, bytes);
     exchange.meet();

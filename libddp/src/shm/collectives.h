@@ -24,7 +24,7 @@ struct Buffer {
 };
 
 /// Of `pieces` as of one tensor that they make up, one after the other; all of one dtype. `mean`: each rank's part is
-/// multiplied by 1/W before the sum, as PyTorch's reducer does; floating-point types only.
+/// multiplied by 1/W before the sum, as PyTorch's reducer does; floating-point types only. Requires: one piece at least.
 void all_reduce(Exchange& exchange, std::span<const Buffer> pieces, Op op, bool mean = false);
 /// The result is in `buffer` of `root`; the others keep what they have.
 void reduce(Exchange& exchange, const Buffer& buffer, int root, Op op);

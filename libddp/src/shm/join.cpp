@@ -22,7 +22,7 @@ struct Hello {
   pid_t pid = 0;
   int fd = -1;
   uint64_t token[2] = {};
-  std::string problem = "-";  // no spaces
+  std::string problem = "";  // "" where there is none
 
   std::string text() const {
     return fmt::format("{} {} {} {} {} {} {}", kernel, processes, pid, fd, token[0], token[1], problem);
@@ -31,7 +31,8 @@ struct Hello {
   static Hello parse(const std::string& text) {
     Hello hello;
     std::istringstream in(text);
-    in >> hello.kernel >> hello.processes >> hello.pid >> hello.fd >> hello.token[0] >> hello.token[1] >> hello.problem;
+    in >> hello.kernel >> hello.processes >> hello.pid >> hello.fd >> hello.token[0] >> hello.token[1] >> std::ws;
+    std::getline(in, hello.problem);
     return hello;
   }
 };
@@ -48,20 +49,6 @@ Hello describe_this_process() {
 uint64_t random_number() {
   std::random_device random;
   return static_cast<uint64_t>(random()) << 32 | random();
-}
-
-std::string without_spaces(std::string text) {
-  for (char& c : text) {
-    if (c == ' ') c = '_';
-  }
-  return text;
-}
-
-std::string with_spaces(std::string text) {
-  for (char& c : text) {
-    if (c == '_') c = ' ';
-  }
-  return text;
 }
 
 Header& header(const Arena& arena) { return *reinterpret_cast<Header*>(arena.data()); }
@@ -89,7 +76,7 @@ class Joining {
         for (auto& part : mine.token) part = random_number();
         std::copy(mine.token, mine.token + 2, header(arena).token);
       } catch (const std::system_error& e) {
-        mine.problem = without_spaces(e.what());
+        mine.problem = e.what();
       }
     }
     std::vector<Hello> hellos;
@@ -119,7 +106,7 @@ class Joining {
   // The first reason against, as every rank finds it.
   static std::string judge(const std::vector<Hello>& hellos) {
     const Hello& zero = hellos[0];
-    if (zero.problem != "-") return fmt::format("rank 0 has no memory to share: {}", with_spaces(zero.problem));
+    if (!zero.problem.empty()) return fmt::format("rank 0 has no memory to share: {}", zero.problem);
     for (size_t rank = 1; rank < hellos.size(); ++rank) {
       if (hellos[rank].kernel != zero.kernel) return fmt::format("rank {} is on another host than rank 0", rank);
       if (hellos[rank].processes != zero.processes) {
