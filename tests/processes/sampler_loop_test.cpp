@@ -160,7 +160,7 @@ TEST_CASE("B14a: a rank with an extra batch does not run an extra step") {
   }
 }
 
-TEST_CASE("B14a: uneven loaders of torch with workers, several epochs; a rank with none stops all") {
+TEST_CASE("B14a: uneven loaders of torch with workers, several epochs, a rank with none stops all") {
   run_ranks(2, [](int rank) {
     auto group = join();
     auto loader =

@@ -381,7 +381,7 @@ TEST_CASE("shm: more ranks than cores") {
             {.deadline = 60s});
 }
 
-TEST_CASE("shm is the automatic choice on one host; asked for where it cannot be, it says why") {
+TEST_CASE("shm is the automatic choice on one host, asked for where it cannot be, it says why") {
   run_ranks(2, [](int) {
     const auto group = ProcessGroup::from_env({.timeout = 20s});
     DDP_CHECK(group.backend() == "shm");

@@ -138,7 +138,7 @@ TEST_CASE("a directory where the link goes is an error") {
   CHECK(names(dir.path()) == std::set<std::string>{"latest"});
 }
 
-TEST_CASE("directories are made with their parents; a file in the way is named") {
+TEST_CASE("directories are made with their parents, a file in the way is named") {
   TempDir dir;
   ddp::make_directories(dir / "a/b/c");
   CHECK(fs::is_directory(dir / "a/b/c"));

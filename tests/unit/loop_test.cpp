@@ -161,7 +161,7 @@ TEST_CASE("a loader that drops its last batch ends the epoch, also when the stop
   CHECK(of_epoch == std::vector{1, 1});
 }
 
-TEST_CASE("leaving an epoch early goes on with the next, leaving all goes on in the middle; workers do not mind") {
+TEST_CASE("leaving an epoch early goes on with the next, leaving all goes on in the middle, workers do not mind") {
   for (size_t workers : {0, 2}) {
     DistributedSampler sampler(32, ddp::Place{});
     auto loader = loader_of(sampler, 2, workers);

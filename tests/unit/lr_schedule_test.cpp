@@ -100,7 +100,7 @@ TEST_CASE("a resume keeps the learning rate and refuses another length") {
 }
 
 // B18: W=2 -> 1 with linear scaling.
-TEST_CASE("another effective batch and base learning rate are reported; the checkpoint's rate is kept unless allowed") {
+TEST_CASE("another effective batch and base learning rate are reported, the checkpoint's rate is kept unless allowed") {
   lr::BatchPlan two{.micro_batch = 256, .accumulation = 2, .world_size = 2, .base_batch = 256}, one = two;
   one.world_size = 1;
   auto before = sgd(lr::linear(0.1, two));

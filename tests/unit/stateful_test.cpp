@@ -276,7 +276,7 @@ TEST_CASE("two groups number their parameters through") {
   CHECK(ddp::state_dict(other) == state);
 }
 
-TEST_CASE("everything that can be tracked becomes a Stateful; the rest is refused") {
+TEST_CASE("everything that can be tracked becomes a Stateful, the rest is refused") {
   Meter meter{3};
   const auto any = ddp::stateful(meter);
   const State saved = any.save();
