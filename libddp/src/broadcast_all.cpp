@@ -34,7 +34,7 @@ void in_messages(const std::vector<Tensor>& tensors, int64_t limit, F&& f) {
 
 }  // namespace
 
-void broadcast_all(const std::vector<Tensor>& tensors, const ProcessGroup& group) {
+void broadcast_all(const std::vector<Tensor>& tensors, const ProcessGroup& group, int root) {
   if (tensors.empty() || group.size() == 1) return;
   torch::NoGradGuard no_grad;
   std::map<std::string, std::vector<Tensor>> by_device;
@@ -44,8 +44,8 @@ void broadcast_all(const std::vector<Tensor>& tensors, const ProcessGroup& group
       std::vector<Tensor> bytes;
       for (const auto& tensor : message) bytes.push_back(bytes_of(tensor));
       Tensor flat = bytes.size() == 1 ? bytes[0] : torch::cat(bytes);
-      broadcast(flat, group);
-      if (group.rank() == 0) return;
+      broadcast(flat, group, root);
+      if (group.rank() == root) return;
       int64_t offset = 0;
       for (const auto& tensor : message) {
         const auto size = static_cast<int64_t>(tensor.nbytes());

@@ -11,9 +11,9 @@
 
 namespace ddp::detail {
 
-/// Each tensor becomes rank 0's, whatever its dtype and strides. Small ones share a message. Does not count as a change
+/// Each tensor becomes rank `root`'s, whatever its dtype and strides. Small ones share a message. Does not count as a change
 /// of the tensors for autograd, as PyTorch's buffer broadcast does not.
-void broadcast_all(const std::vector<torch::Tensor>& tensors, const ProcessGroup& group);
+void broadcast_all(const std::vector<torch::Tensor>& tensors, const ProcessGroup& group, int root = 0);
 
 /// The gradient of each parameter becomes the mean over ranks. A parameter without a gradient on this rank counts as
 /// zero when another rank has one; without any it keeps none.

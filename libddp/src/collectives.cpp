@@ -7,6 +7,7 @@
 
 #include "call.h"
 #include "group_impl.h"
+#include "signature.h"
 #include "wire.h"
 
 namespace ddp {
@@ -50,6 +51,14 @@ Work work_of(c10::intrusive_ptr<c10d::Work> work, std::function<void()> finish =
   return Work(std::move(impl));
 }
 
+// As the numbers of c10d::ReduceOp: a mean travels as a sum, so what was asked for is said apart.
+int shown(ReduceOp op) {
+  constexpr c10d::ReduceOp::RedOpType kOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG,     c10d::ReduceOp::MIN,
+                                                c10d::ReduceOp::MAX, c10d::ReduceOp::PRODUCT, c10d::ReduceOp::BAND,
+                                                c10d::ReduceOp::BOR, c10d::ReduceOp::BXOR};
+  return kOps[static_cast<int>(op)];
+}
+
 // In a world of one.
 Work copied(const Tensor& from, Tensor to) {
   torch::NoGradGuard no_grad;
@@ -73,6 +82,7 @@ Work all_reduce_async(Tensor tensor, const ProcessGroup& group, ReduceOp op) {
   std::vector<Tensor> tensors{wire.tensor.detach()};
   c10d::AllreduceOptions options;
   options.reduceOp = wire.c10d_op();
+  const Intent intent("all_reduce", tensor, shown(op));
   auto work = group.impl()->backend_for(tensor.device())->allreduce(tensors, options);
   return work_of(std::move(work), [tensor, wire, op, size = group.size()]() mutable {
     store_result(from_wire(wire.tensor, tensor, op, size), tensor);
@@ -88,6 +98,7 @@ Work broadcast_async(Tensor tensor, const ProcessGroup& group, int root) {
                                                                            : room_for(tensor, group)};
   c10d::BroadcastOptions options;
   options.rootRank = root;
+  const Intent intent("broadcast", tensor);
   auto work = group.impl()->backend_for(tensor.device())->broadcast(bytes, options);
   const bool in_place = bytes[0].is_alias_of(tensor) || group.rank() == root;
   return work_of(std::move(work), [tensor, bytes = bytes[0], in_place] {
@@ -105,6 +116,7 @@ Work reduce_async(Tensor tensor, const ProcessGroup& group, int root, ReduceOp o
   c10d::ReduceOptions options;
   options.reduceOp = wire.c10d_op();
   options.rootRank = root;
+  const Intent intent("reduce", tensor, shown(op));
   auto work = group.impl()->backend_for(tensor.device())->reduce(tensors, options);
   return work_of(std::move(work), [tensor, wire, op, size = group.size(), mine = group.rank() == root]() mutable {
     if (mine) store_result(from_wire(wire.tensor, tensor, op, size), tensor);
@@ -121,6 +133,7 @@ Work all_gather_async(std::vector<Tensor> outputs, const Tensor& tensor, const P
   std::vector<Tensor> inputs{carried(tensor, group)};
   std::vector<std::vector<Tensor>> gathered(1);
   for (const auto& output : outputs) gathered[0].push_back(room_for(output, group));
+  const Intent intent("all_gather", tensor);
   auto work = group.impl()->backend_for(tensor.device())->allgather(gathered, inputs, c10d::AllgatherOptions());
   return work_of(std::move(work), [outputs = std::move(outputs), parts = gathered[0]] {
     for (size_t rank = 0; rank < outputs.size(); ++rank) unpack(parts[rank], outputs[rank]);
@@ -144,6 +157,7 @@ Work gather_async(std::vector<Tensor> outputs, const Tensor& tensor, const Proce
   }
   c10d::GatherOptions options;
   options.rootRank = root;
+  const Intent intent("gather", tensor);
   auto work = group.impl()->backend_for(tensor.device())->gather(gathered, inputs, options);
   return work_of(std::move(work), [outputs = std::move(outputs), gathered] {
     for (size_t rank = 0; rank < outputs.size(); ++rank) unpack(gathered[0][rank], outputs[rank]);
@@ -167,6 +181,7 @@ Work scatter_async(Tensor output, const std::vector<Tensor>& inputs, const Proce
   }
   c10d::ScatterOptions options;
   options.rootRank = root;
+  const Intent intent("scatter", output);
   auto work = group.impl()->backend_for(output.device())->scatter(outputs, parts, options);
   return work_of(std::move(work), [output, part = outputs[0], parts] { unpack(part, output); });
 }
@@ -180,6 +195,7 @@ Work reduce_scatter_async(Tensor output, const Tensor& tensor, const ProcessGrou
   const Wire wire = to_wire(call, tensor, op);
   if (group.size() == 1) return copied(tensor, output);
   if (tensor.numel() == 0) return Work();
+  const Intent intent("reduce_scatter", tensor, shown(op));
   const auto backend = group.impl()->backend_for(tensor.device());
   const auto finish = [op, size = group.size()](const Tensor& part, Tensor output) {
     store_result(from_wire(part, output, op, size), output);
@@ -218,8 +234,14 @@ Work all_to_all_async(Tensor output, const Tensor& tensor, const ProcessGroup& g
   if (backend->getBackendName() != "gloo") {
     work->works.push_back(backend->alltoall(incoming, outgoing, c10d::AllToAllOptions()));
   } else {
-    // Gloo of libtorch 2.11 has no all_to_all of a list; messages between pairs are the same on every version.
-    const int tag = impl.next_tag++;
+    // Gloo of libtorch 2.11 has no all_to_all of a list; messages between pairs are the same on every version. They
+    // have no signature, so a byte that has one goes before them.
+    const Intent intent("all_to_all", tensor);
+    std::vector<Tensor> proof{torch::zeros({1}, torch::kUInt8)};
+    work->works.push_back(backend->allreduce(proof, c10d::AllreduceOptions()));
+    Signature signature;
+    intent.describe(signature);
+    const auto tag = static_cast<int>(tag_of(signature, static_cast<uint64_t>(impl.next_tag++)) & 0x7fffffff);
     for (int step = 1; step < group.size(); ++step) {
       const int to = (group.rank() + step) % group.size(), from = (group.rank() - step + group.size()) % group.size();
       std::vector<Tensor> in{incoming[from]}, out{outgoing[to]};

@@ -1,21 +1,25 @@
 #include "ddp/distributed_data_parallel.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/modules/embedding.h>
 
 #include <algorithm>
-#include <sstream>
+#include <optional>
 #include <unordered_set>
+#include <utility>
 
 #include "broadcast_all.h"
+#include "bucket_cap.h"
 #include "ddp/error.h"
 #include "ddp/log.h"
+#include "group_impl.h"
 #include "in_place_reducer.h"
+#include "pass.h"
 #include "reducer.h"
+#include "same_model.h"
 
 namespace ddp {
 namespace detail {
@@ -34,44 +38,53 @@ void queue_last(int hops, std::function<void()> f) {
   });
 }
 
-std::string describe(const Tensor& tensor) {
-  return fmt::format("{}[{}]", c10::toString(tensor.scalar_type()), fmt::join(tensor.sizes(), ", "));
-}
-
-// Every parameter and buffer must exist alike on all ranks: sizes that differ would be averaged into nonsense.
-void require_same_model(const std::vector<std::string>& lines, const ProcessGroup& group) {
-  const auto everyone = all_gather_object(fmt::format("{}", fmt::join(lines, "\n")), group);
-  for (int rank = 1; rank < group.size(); ++rank) {
-    if (everyone[rank] == everyone[0]) continue;
-    std::istringstream first(everyone[0]), other(everyone[rank]);
-    std::string expected, found;
-    do {
-      if (!std::getline(first, expected)) expected = "nothing more";
-      if (!std::getline(other, found)) found = "nothing more";
-    } while (expected == found);
-    throw MismatchError(
-        fmt::format("[ddp::DistributedDataParallel] {}: ranks built different models: rank 0 has {}, rank "
-                    "{} has {}; build the same module on all ranks",
-                    group.place().name(), expected, rank, found));
-  }
+double choose_bucket_mb(const std::vector<std::pair<std::string, Tensor>>& parameters, const ProcessGroup& group) {
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : parameters) bytes += static_cast<int64_t>(tensor.nbytes());
+  const LinkCost cost = measure_link(group);
+  const double mb = best_bucket_mb(bytes, cost);
+  log::info(group,
+            fmt::format("[ddp::DistributedDataParallel] buckets of {:.1f} MiB: an all_reduce takes {:.2f} ms and "
+                        "{:.2f} GB/s",
+                        mb, cost.latency_s * 1e3, cost.bytes_per_s / 1e9));
+  return mb;
 }
 
 }  // namespace
 
 // State that backward reaches from the autograd graph, which may outlive the wrapper.
 struct Replica::Engine : std::enable_shared_from_this<Engine> {
-  Place place;
+  ProcessGroup group;
   std::vector<std::string> names;  // of the parameters, by the reducer's index
   bool static_graph = false;
   // One of the two; none in a world of one.
   std::shared_ptr<c10d::Reducer> reducer;
   std::unique_ptr<InPlaceReducer> in_place;
+  std::shared_ptr<CallLog> log;  // of calls over Gloo
 
   bool expecting = false;       // a synchronised forward waits for its backward
   int backward = -1;            // graph task of the synchronised backward that runs now
   bool delay_enqueued = false;  // static graph: the first backward reduces at its end
   bool pending = false;         // gradients of no_sync passes wait to be averaged
   bool warned = false;
+  Pass pass;
+  std::optional<PassCheck> pass_check;  // over other backends, where the messages of the reducer say nothing
+  std::vector<bool> sparse;             // gradients, by parameter
+  int divisor = 1;                      // of the sum of gradients
+  int64_t averaged = 0;                 // backwards
+
+  std::string who() const { return fmt::format("[ddp::DistributedDataParallel] {}", group.place().name()); }
+
+  // Over Gloo each call says in which pass it is made, so that gradients of different passes never meet.
+  void say_pass() {
+    if (log != nullptr) log->set_pass(pass);
+  }
+
+  void drop_pending() {
+    pending = false;
+    ++pass.dropped;
+    say_pass();
+  }
 
   // Called when the gradient of an output arrives: the begin of a backward, as far as this model is concerned.
   void on_output_gradient(bool synchronised) {
@@ -83,15 +96,15 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
     if (task == backward) return;
     if (!expecting) {
       throw Error(
-          fmt::format("[ddp::DistributedDataParallel] {}: this is the second backward since the last synchronised "
-                      "forward, and its gradients would stay local; call forward again, or run all but the last "
-                      "backward under no_sync()",
-                      place.name()));
+          fmt::format("{}: this is the second backward since the last synchronised forward, and its gradients "
+                      "would stay local; call forward again, or run all but the last backward under no_sync()",
+                      who()));
     }
     expecting = false;
     if (!communicates()) return;
     backward = task;
     if (in_place != nullptr) in_place->begin();
+    if (reducer != nullptr && log == nullptr && group.device().is_cpu()) pass_check.emplace(pass, 0, group);
     // The reducer finalises in a callback that it queues during backward, for a static graph in one that is queued by
     // another: three hops are after both.
     queue_last(3, [self = shared_from_this()] { self->on_backward_end(); });
@@ -106,15 +119,23 @@ struct Replica::Engine : std::enable_shared_from_this<Engine> {
 
   void on_backward_end() {
     backward = -1;
-    const std::string without = in_place != nullptr ? in_place->average() : names_without_gradient(*reducer, names);
+    if (pass_check) std::exchange(pass_check, std::nullopt)->finish();
+    std::string without =
+        in_place != nullptr ? in_place->average(pass, divisor) : names_without_gradient(*reducer, names);
     if (!without.empty()) {
-      throw Error(
-          fmt::format("[ddp::DistributedDataParallel] {}: no gradient reached: {}; the other gradients of this step "
-                      "were not averaged. Use these parameters in the loss, or construct with "
-                      "{{.find_unused_parameters = true}}",
-                      place.name(), without));
+      // The reducer knows of this rank alone.
+      if (reducer != nullptr) without += fmt::format(" (rank {})", group.rank());
+      const std::string why = fmt::format(
+          "no gradient reached: {}; the other gradients of this step were not averaged. Use these parameters in the "
+          "loss, "
+          "or construct with {{.find_unused_parameters = true}}",
+          without);
+      // Ranks that did get theirs wait for this one's.
+      if (log != nullptr) log->watch().accuse(why);
+      throw Error(fmt::format("{}: {}", who(), why));
     }
     pending = false;
+    ++averaged;
   }
 };
 
@@ -147,6 +168,40 @@ class Sink : public torch::autograd::Function<Sink> {
   };
 };
 
+// A sparse gradient of an embedding table none of whose rows was used.
+Tensor no_rows_of(const Tensor& table) {
+  auto shape = table.sizes().vec();
+  shape[0] = 0;
+  const auto options = table.options().requires_grad(false);
+  return torch::sparse_coo_tensor(torch::empty({1, 0}, options.dtype(torch::kLong)), torch::empty(shape, options),
+                                  table.sizes());
+}
+
+// A number that depends on all parameters, with gradients that are zero: what a rank adds that has no batch.
+class Nothing : public torch::autograd::Function<Nothing> {
+ public:
+  using Gradients = std::function<torch::autograd::variable_list()>;
+
+  static Tensor forward(torch::autograd::AutogradContext* context, at::TensorList parameters, Gradients gradients) {
+    context->set_materialize_grads(false);
+    context->saved_data["gradients"] = c10::IValue::make_capsule(c10::make_intrusive<Kept>(std::move(gradients)));
+    return torch::zeros({}, parameters[0].options().requires_grad(false));
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list) {
+    auto gradients = static_cast<Kept*>(context->saved_data["gradients"].toCapsule().get())->make();
+    gradients.emplace_back();  // none for the function
+    return gradients;
+  }
+
+ private:
+  struct Kept : torch::CustomClassHolder {
+    explicit Kept(Gradients f) : make(std::move(f)) {}
+    Gradients make;
+  };
+};
+
 }  // namespace
 
 Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, DistributedDataParallelOptions options)
@@ -155,7 +210,9 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
     throw ConfigError(fmt::format("[ddp::DistributedDataParallel] {}: {}", group_.place().name(), why));
   };
   if (module_ == nullptr) refuse("the module is null");
-  if (options_.bucket_cap_mb <= 0 || options_.first_bucket_mb <= 0) refuse("bucket sizes must be positive");
+  if (options_.bucket_cap_mb < 0 || options_.first_bucket_mb <= 0) {
+    refuse("bucket sizes must be positive, or kAutoBucketCap");
+  }
   if (options_.hook && options_.compression != Compression::kNone) {
     refuse("hook and compression exclude each other; compress inside the hook");
   }
@@ -179,28 +236,27 @@ Replica::Replica(std::shared_ptr<torch::nn::Module> module, ProcessGroup group, 
     refuse("the module has no parameter that requires a gradient, so there is nothing to average");
 
   engine_ = std::make_shared<Engine>();
-  engine_->place = group_.place();
+  engine_->group = group_;
   for (const auto& [name, tensor] : parameters_) engine_->names.push_back(name);
   engine_->static_graph = options_.static_graph;
   if (group_.size() == 1) return;
 
   // Gradients travel over connections of their own, and never meet a collective that the program calls.
   group_ = group_.duplicate("ddp");
-  std::vector<std::string> lines;
+  engine_->group = group_;
+  engine_->divisor = group_.size();
+  engine_->sparse = expect_sparse;
+  require_same_model(parameters_, *module_, options_, group_);
   std::vector<Tensor> state;
-  for (const auto& [name, tensor] : parameters_)
-    lines.push_back(fmt::format("parameter {} {}", name, describe(tensor)));
   for (const auto& entry : module_->named_parameters()) state.push_back(entry.value());
-  for (const auto& entry : module_->named_buffers()) {
-    lines.push_back(fmt::format("buffer {} {}", entry.key(), describe(entry.value())));
-    state.push_back(entry.value());
-  }
-  require_same_model(lines, group_);
+  for (const auto& entry : module_->named_buffers()) state.push_back(entry.value());
   broadcast_all(state, group_);
+  if (options_.bucket_cap_mb == kAutoBucketCap) options_.bucket_cap_mb = choose_bucket_mb(parameters_, group_);
   if (InPlaceReducer::can_serve(group_, options_, expect_sparse)) {
     engine_->in_place = std::make_unique<InPlaceReducer>(parameters_, group_, options_);
   } else {
     engine_->reducer = make_reducer(parameters_, expect_sparse, group_, options_);
+    engine_->log = gloo_log(*group_.impl()->backend_for(group_.device()));
   }
 }
 
@@ -208,11 +264,17 @@ Replica::~Replica() = default;
 
 void Replica::before_forward() {
   if (!torch::GradMode::is_enabled() || !engine_->communicates()) return;
+  // Somebody has dropped them who did not call this wrapper's zero_grad.
+  if (engine_->pending && !has_gradients()) engine_->drop_pending();
   if (engine_->reducer != nullptr) {
     if (sync_) engine_->reducer->prepare_for_forward();
     engine_->reducer->rebuild_buckets();
   }
-  if (buffers_due_ && options_.broadcast_buffers) broadcast_all(module_->buffers(), group_);
+  if (buffers_due_ && options_.broadcast_buffers) broadcast_all(module_->buffers(), group_, buffers_from_);
+}
+
+bool Replica::has_gradients() const {
+  return std::any_of(parameters_.begin(), parameters_.end(), [](const auto& p) { return p.second.grad().defined(); });
 }
 
 void Replica::after_forward(const std::vector<Tensor*>& outputs) {
@@ -220,7 +282,11 @@ void Replica::after_forward(const std::vector<Tensor*>& outputs) {
   Engine& engine = *engine_;
   const bool synchronised = sync_;
   buffers_due_ = synchronised;
-  if (synchronised) engine.expecting = true;
+  if (synchronised) {
+    engine.expecting = true;
+    ++engine.pass.forwards;
+    engine.say_pass();
+  }
 
   std::vector<Tensor*> tracked;
   std::vector<Tensor> values;
@@ -249,6 +315,53 @@ void Replica::after_forward(const std::vector<Tensor*>& outputs) {
   for (size_t i = 0; i < tracked.size(); ++i) *tracked[i] = passed[i];
 }
 
+void Replica::begin_turn(int divisor, int buffers_from) {
+  buffers_from_ = buffers_from;
+  engine_->divisor = divisor;
+  if (engine_->reducer == nullptr) return;
+  if (divisor != group_.size() && (options_.hook || options_.compression != Compression::kNone)) {
+    throw ConfigError(
+        fmt::format("[ddp::join] {}: hooks and compression divide by the number of all ranks; use "
+                    "{{.divide_by = ddp::DivideBy::kWorld}}",
+                    group_.place().name()));
+  }
+  set_divisor(*engine_->reducer, divisor == group_.size() ? 0 : divisor);
+}
+
+void Replica::shadow() {
+  const torch::AutoGradMode enable_grad(true);
+  before_forward();
+  std::vector<Tensor> tensors;
+  for (const auto& [name, tensor] : parameters_) tensors.push_back(tensor);
+  // The reducer takes an undefined gradient for zero, and does not count the parameter as used.
+  const bool dense = engine_->in_place != nullptr;
+  Tensor output = Nothing::apply(at::TensorList(tensors), Nothing::Gradients([tensors, dense, engine = engine_] {
+                                   torch::autograd::variable_list gradients;
+                                   for (size_t i = 0; i < tensors.size(); ++i) {
+                                     if (engine->sparse[i]) {
+                                       gradients.push_back(no_rows_of(tensors[i]));
+                                     } else {
+                                       gradients.push_back(dense ? torch::zeros_like(tensors[i]) : Tensor());
+                                     }
+                                   }
+                                   return gradients;
+                                 }));
+  after_forward({&output});
+  output.backward();
+}
+
+void Replica::end_turns() {
+  buffers_from_ = 0;
+  engine_->divisor = group_.size();
+  if (engine_->reducer != nullptr) set_divisor(*engine_->reducer, 0);
+}
+
+void Replica::send_buffers(int from) {
+  if (group_.size() > 1 && options_.broadcast_buffers) broadcast_all(module_->buffers(), group_, from);
+}
+
+int64_t Replica::averaged() const { return engine_->averaged; }
+
 void Replica::zero_grad() {
   if (engine_->pending && group_.size() > 1 && !engine_->warned) {
     engine_->warned = true;
@@ -256,7 +369,7 @@ void Replica::zero_grad() {
               "[ddp::DistributedDataParallel] gradients of no_sync passes are dropped that were never averaged; run "
               "the last forward of a window without no_sync, or call reduce_gradients()");
   }
-  engine_->pending = false;
+  if (engine_->pending) engine_->drop_pending();
   for (const auto& [name, tensor] : parameters_) tensor.mutable_grad().reset();
 }
 

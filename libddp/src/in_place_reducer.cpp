@@ -11,6 +11,7 @@
 
 #include "ddp/collectives.h"
 #include "group_impl.h"
+#include "pass.h"
 
 namespace ddp::detail {
 
@@ -70,16 +71,19 @@ void InPlaceReducer::begin() {
   arrived_.clear();
 }
 
-std::string InPlaceReducer::average() {
+std::string InPlaceReducer::average(const Pass& pass, int divisor) {
   torch::NoGradGuard no_grad;
-  if (!all(arrived_.size() == parameters_.size(), group_)) return parameters_without_gradient();
+  const auto complete = PassCheck(pass, arrived_.size() == parameters_.size() ? 1 : 0, group_).finish();
+  if (std::find(complete.begin(), complete.end(), 0) != complete.end()) return parameters_without_gradient();
   const auto backend = group_.impl()->backend_for(c10::kCPU);
   c10d::AllreduceCoalescedOptions options;
-  options.reduceOp = c10d::ReduceOp::AVG;
+  const bool mean = divisor == group_.size();
+  options.reduceOp = mean ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
   std::vector<Tensor> gradients;
   for (const auto& bucket : buckets_) {
     gradients.clear();
     for (const size_t i : bucket) gradients.push_back(parameters_[i].second.grad());
+    if (!mean) at::_foreach_mul_(gradients, 1.0 / divisor);  // before the sum, as the reducer does
     backend->allreduce_coalesced(gradients, options)->wait();
   }
   if (!rebuilt_) rebuild_layout();

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "ddp/distributed_data_parallel.h"
+#include "signature.h"
 
 namespace ddp::detail {
 
@@ -34,9 +35,10 @@ class InPlaceReducer {
 
   /// The begin of a synchronised backward.
   void begin();
-  /// Its end: averages, on all ranks or none. Returns which parameters got no gradient, "a.weight, b.weight (rank 1)" (the
-  /// first on no rank), "" when all did; the same on all ranks.
-  std::string average();
+  /// Its end: sums the gradients and divides by `divisor`, on all ranks or none. Returns which parameters got no gradient,
+  /// "a.weight, b.weight (rank 1)" (the first on no rank), "" when all did; the same on all ranks. Throws MismatchError where
+  /// ranks are in different passes.
+  std::string average(const Pass& pass, int divisor);
 
  private:
   std::string parameters_without_gradient();

@@ -99,6 +99,15 @@ std::shared_ptr<c10d::Reducer> make_reducer(const std::vector<std::pair<std::str
   return {std::move(logger), reducer.get()};
 }
 
+// The reducer asks an all_reduce of the forward how many ranks take part. Here they are known, so it gets one that is
+// done.
+void set_divisor(c10d::Reducer& reducer, int divisor) {
+  if (divisor == 0) return reducer.set_forward_pass_work_handle(nullptr, /*useStaticWorldSize=*/true);
+  auto count = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  count->markCompleted(c10::IValue(std::vector<at::Tensor>{at::full({}, divisor, at::kInt)}));
+  reducer.set_forward_pass_work_handle(c10d::Work::create_from_future(count), /*useStaticWorldSize=*/false);
+}
+
 std::string names_without_gradient(c10d::Reducer& reducer, const std::vector<std::string>& names) {
   std::string text;
   try {

@@ -18,6 +18,9 @@ std::shared_ptr<c10d::Reducer> make_reducer(const std::vector<std::pair<std::str
                                             const std::vector<bool>& expect_sparse, const ProcessGroup& group,
                                             const DistributedDataParallelOptions& options);
 
+/// What the sum of gradients is divided by in the backwards to come; 0: by the number of ranks.
+void set_divisor(c10d::Reducer& reducer, int divisor);
+
 /// The parameters that the backward which just ended left without a gradient, as "a.weight, b.weight"; "" when it reached
 /// all. `names` are by the reducer's index.
 std::string names_without_gradient(c10d::Reducer& reducer, const std::vector<std::string>& names);

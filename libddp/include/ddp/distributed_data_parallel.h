@@ -34,6 +34,10 @@ using GradientHook = std::function<torch::Tensor(torch::Tensor bucket, const Pro
 /// How gradients travel: as they are, rounded to 16 bits on the wire, or by a function of one's own.
 enum class Compression { kNone, kFloat16, kBFloat16 };
 
+/// A bucket size that fits the connection, from a few all_reduces at construction. It may differ from run to run, and with
+/// it, at three ranks and more over Gloo, the last bits of the sums.
+inline constexpr double kAutoBucketCap = 0;
+
 struct DistributedDataParallelOptions {
   double bucket_cap_mb = 25;            ///< gradients travel, or are summed, in buckets of about this size, in MiB
   double first_bucket_mb = 1;           ///< the first is small, so that communication starts early
@@ -69,8 +73,16 @@ class Replica {
   bool gradients_pending() const;
   void require_synchronised(const char* who) const;
 
+  // For ddp::join. A turn is one synchronised backward, of which the sum is divided by `divisor`.
+  void begin_turn(int divisor, int buffers_from);
+  void shadow();  // a turn without a batch
+  void end_turns();
+  void send_buffers(int from);
+  int64_t averaged() const;  // synchronised backwards that are done
+
  private:
   struct Engine;
+  bool has_gradients() const;
 
   std::shared_ptr<torch::nn::Module> module_;
   ProcessGroup group_;
@@ -78,6 +90,7 @@ class Replica {
   std::vector<std::pair<std::string, torch::Tensor>> parameters_;
   bool sync_ = true;
   bool buffers_due_ = true;
+  int buffers_from_ = 0;  // rank
   std::shared_ptr<Engine> engine_;
 };
 
