@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/gloo.h"
+#include "backend/hierarchy.h"
 #include "backend/shm.h"
 #include "cuda_module.h"
 #include "ddp/c10d.h"
@@ -87,10 +88,23 @@ namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// Shared memory where all ranks are on one host, else Gloo; `impl` gets the choice and the reason.
+// Called before all ranks throw: rank 0 may serve the store, in which the others have to read why.
+void let_all_know(c10d::Store& store, const Place& place) {
+  const auto key = [](int rank) { return fmt::format("knows/{}", rank); };
+  try {
+    store.set(key(place.rank), "1");
+    for (int rank = 1; place.rank == 0 && rank < place.size; ++rank) store.wait({key(rank)}, std::chrono::seconds(1));
+  } catch (const std::exception&) {
+    // Who is gone need not know.
+  }
+}
+
+// Shared memory where all ranks are on one host, both where several hosts have several, else Gloo; `impl` gets the choice
+// and the reason.
 BackendPtr connect_cpu(GroupImpl& impl, const std::shared_ptr<CallLog>& log) {
   const auto connect_gloo = [store = impl.store, place = impl.place, timeout = impl.timeout, log]() -> BackendPtr {
     const auto keys = c10::make_intrusive<c10d::PrefixStore>("gloo", store);
+    log->set_local_peers(LocalPeers(*keys, place));
     return watch(make_gloo(keys, place.rank, place.size, timeout), log);
   };
   const auto choose = [&](const std::string& name, const std::string& reason) {
@@ -107,16 +121,27 @@ BackendPtr connect_cpu(GroupImpl& impl, const std::shared_ptr<CallLog>& log) {
   }
   c10d::PrefixStore keys("shm", impl.store);
   auto joined = shm::join(keys, impl.place, impl.name, impl.timeout);
-  if (joined.exchange) {
+  const bool apart = joined.hosts.size() > 1;
+  if (joined.exchange && !apart) {
     choose("shm", "all ranks share a host");
     return make_shm(std::move(joined.exchange), connect_gloo);
   }
   if (impl.wanted == "shm") {
+    let_all_know(keys, impl.place);
     throw ConfigError(fmt::format("{}: backend shm needs all ranks on one host: {}; choose auto or gloo",
-                                  who(impl.place), joined.why_not));
+                                  who(impl.place), apart ? joined.why_apart : joined.why_not));
   }
-  choose("gloo", joined.why_not);
-  return connect_gloo();
+  if (std::ssize(joined.hosts) == impl.place.size || !joined.why_not.empty()) {
+    choose("gloo", joined.why_not.empty() ? joined.why_apart : joined.why_not);
+    return connect_gloo();
+  }
+  choose(kHierarchy, describe_hosts(joined.hosts));
+  return make_hierarchy({.place = impl.place,
+                         .group = impl.name,
+                         .timeout = impl.timeout,
+                         .hosts = std::move(joined.hosts),
+                         .exchange = std::move(joined.exchange),
+                         .store = c10::make_intrusive<c10d::PrefixStore>(kHierarchy, impl.store)});
 }
 
 }  // namespace
@@ -145,10 +170,12 @@ std::shared_ptr<GroupImpl> connect_group(GroupImpl description, c10::intrusive_p
   } catch (const Error&) {
     throw;
   } catch (const std::exception& e) {
-    throw CommError(
-        fmt::format("{}: the ranks of group \"{}\" met but could not connect: {}; on several hosts set "
-                    "GLOO_SOCKET_IFNAME to the network interface that they share",
-                    who(impl->place), impl->name, error_text(e)));
+    const std::string lost = lost_store(*impl->store);
+    throw CommError(fmt::format("{}: the ranks of group \"{}\" met but could not connect: {}{}", who(impl->place),
+                                impl->name, error_text(e),
+                                !lost.empty() ? lost
+                                              : "; on several hosts set GLOO_SOCKET_IFNAME to the network interface "
+                                                "that they share"));
   }
   return impl;
 }

@@ -23,7 +23,8 @@ struct GroupImpl;
 
 /// How a group is made.
 struct ProcessGroupOptions {
-  /// "auto": nccl where the device is a CUDA device, else shm (shared memory) where all ranks share a host, else gloo.
+  /// "auto": nccl where the device is a CUDA device, else shm (shared memory) where all ranks share a host, else shm+gloo
+  /// (shared memory inside each host, Gloo between them) where a host has several ranks, else gloo.
   /// "shm", "gloo", "nccl": that one or an error that says why not.
   std::string backend = "auto";
   /// For joining and for every collective.
@@ -57,7 +58,7 @@ class ProcessGroup {
 
   /// The device of this rank's tensors.
   torch::Device device() const;
-  /// "shm", "gloo", "nccl", or "none" in a world of one.
+  /// "shm", "shm+gloo", "gloo", "nccl", or "none" in a world of one.
   const std::string& backend() const;
   std::chrono::milliseconds timeout() const;
 

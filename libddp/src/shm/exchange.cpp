@@ -4,17 +4,17 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <linux/futex.h>
-#include <poll.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <climits>
-#include <csignal>
+#include <cstring>
+#include <string_view>
 
 #include "ddp/error.h"
+#include "shm/identity.h"
 #include "shm/reduce.h"
 
 namespace ddp::detail::shm {
@@ -49,6 +49,10 @@ int choose_spins(int ranks) {
   return known && ranks <= CPU_COUNT(&allowed) ? 20000 : 0;
 }
 
+// Where there are several hosts, ranks wait here on a thread beside the one that computes, and beside those of sockets: to
+// spin takes from them.
+constexpr int kFewSpins = 400;
+
 }  // namespace
 
 const char* to_string(Operation operation) {
@@ -61,10 +65,11 @@ Exchange::Exchange(Arena arena, Peers peers, Place place, std::string group, mil
     : arena_(std::move(arena)),
       peers_(std::move(peers)),
       place_(place),
+      shown_(peers_.names.empty() ? place : Place{.rank = peers_.names[place.rank], .size = peers_.world}),
       group_(std::move(group)),
       timeout_(timeout),
       layout_(place.size),
-      spins_(choose_spins(place.size)) {}
+      spins_(peers_.names.empty() ? choose_spins(place.size) : std::min(choose_spins(place.size), kFewSpins)) {}
 
 Exchange::~Exchange() {
   if (arena_.is_ours()) announce(State::kLeft);
@@ -86,16 +91,38 @@ void Exchange::announce(State state, int blamed) noexcept {
   for (int other = 0; other < place_.size; ++other) ring(other);
 }
 
+void Exchange::give_up(const std::string& reason) noexcept {
+  if (!arena_.is_ours() || rank(place_.rank).state.load() != State::kHere) return;
+  set_reason(reason);
+  announce(State::kFailed);
+}
+
+// Others read it once this rank is marked as failed.
+void Exchange::set_reason(std::string_view reason) noexcept {
+  char* text = rank(place_.rank).reason;
+  text[reason.copy(text, kReason - 1)] = '\0';
+}
+
+std::string_view Exchange::reason_of(int other) const {
+  const Rank& they = rank(other);
+  if (they.state.load(std::memory_order_acquire) != State::kFailed) return {};
+  return {they.reason, ::strnlen(they.reason, kReason)};
+}
+
+void Exchange::look_for_the_dead() {
+  look_for_the_dead(call_, [](int) { return true; });
+}
+
 void Exchange::require_usable() const {
   if (!arena_.is_ours()) {
     throw CommError(
         fmt::format("[ddp::ProcessGroup] {}: group \"{}\" belongs to the process that made it; a child made by "
                     "fork cannot use it: fork before, or make a group in the child",
-                    place_.name(), group_));
+                    shown_.name(), group_));
   }
   if (failure_.empty()) return;
   throw CommError(fmt::format("[ddp::ProcessGroup] {}: group \"{}\" failed before and cannot be used any more: {}",
-                              place_.name(), group_, failure_));
+                              shown_.name(), group_, failure_));
 }
 
 void Exchange::begin(Call call) {
@@ -160,17 +187,15 @@ void Exchange::compare_calls() {
   for (int other = 1; other < place_.size; ++other) {
     if (call_of(other) == first) continue;
     fail<MismatchError>(
-        fmt::format("{}: ranks disagree: rank 0 calls {}, rank {} calls {}; make the same calls with the "
+        fmt::format("{}: ranks disagree: rank {} calls {}, rank {} calls {}; make the same calls with the "
                     "same sizes in the same order on all ranks",
-                    where(call_), describe(first), other, describe(call_of(other))));
+                    where(call_), name_of(0), describe(first), name_of(other), describe(call_of(other))));
   }
 }
 
 bool Exchange::has_ended(int other) const {
   if (other == place_.rank || peers_.pids[other] == ::getpid()) return false;  // itself, or a thread of this process
-  if (!peers_.processes[other]) return ::kill(peers_.pids[other], 0) != 0 && errno == ESRCH;
-  pollfd process{.fd = peers_.processes[other].get(), .events = POLLIN, .revents = 0};
-  return ::poll(&process, 1, 0) > 0;
+  return shm::has_ended(peers_.pids[other], peers_.processes[other]);
 }
 
 std::string Exchange::how_it_went(int other) const {
@@ -178,20 +203,23 @@ std::string Exchange::how_it_went(int other) const {
   const State state = they.state.load(std::memory_order_acquire);
   if (state == State::kLeft) return "has left the group";
   if (state == State::kHere) return "";
+  if (const auto reason = reason_of(other); !reason.empty()) return fmt::format("has failed in this group: {}", reason);
   const int blamed = they.blamed.load(std::memory_order_relaxed) - 1;
   return blamed < 0 ? "has failed in this group; its own message says why"
-                    : fmt::format("has failed in this group over rank {}; its own message says why", blamed);
+                    : fmt::format("has failed in this group over rank {}; its own message says why", name_of(blamed));
 }
 
 void Exchange::look_for_the_dead(const Call& call, const std::function<bool(int)>& needed) {
-  // The dead first: who has failed did so because of them.
+  // The dead first: who has failed did so because of them. But who gave a reason and then ended did so for that.
   for (const bool dead : {true, false}) {
     for (int other = 0; other < place_.size; ++other) {
       if (other == place_.rank || !needed(other)) continue;
-      const std::string how = dead ? (has_ended(other) ? "has ended" : "") : how_it_went(other);
+      const std::string_view reason = reason_of(other);
+      const std::string how = dead ? (reason.empty() && has_ended(other) ? "has ended" : "") : how_it_went(other);
       // What it did before it went may have come in between.
       if (how.empty() || !needed(other)) continue;
-      fail<PeerError>(fmt::format("{}: rank {} (process {}) {}; its last call was {}", where(call), other,
+      if (!reason.empty()) set_reason(reason);  // passed on to those who wait for this rank
+      fail<PeerError>(fmt::format("{}: rank {} (process {}) {}; its last call was {}", where(call), name_of(other),
                                   peers_.pids[other], how, describe(last_call(other))),
                       other);
     }
@@ -214,8 +242,8 @@ std::string Exchange::missing(const std::function<bool(int)>& needed) const {
   std::vector<std::string> names;
   for (int other = 0; other < place_.size; ++other) {
     if (other == place_.rank || !needed(other)) continue;
-    names.push_back(fmt::format("rank {} (process {}) did not come, its last call was {}", other, peers_.pids[other],
-                                describe(last_call(other))));
+    names.push_back(fmt::format("rank {} (process {}) did not come, its last call was {}", name_of(other),
+                                peers_.pids[other], describe(last_call(other))));
   }
   return fmt::format("{}", fmt::join(names, "; "));
 }
@@ -251,10 +279,10 @@ void Exchange::wait_for_bell(const std::function<bool()>& done, const Call& call
 
 std::string Exchange::where(const Call& call) const {
   return fmt::format("[ddp::{}] {}: call #{} in group \"{}\"", to_string(static_cast<Operation>(call.operation)),
-                     place_.name(), call.number, group_);
+                     shown_.name(), call.number, group_);
 }
 
-std::string Exchange::describe(const Call& call) const {
+std::string Exchange::describe(const Call& call) {
   const auto operation = static_cast<Operation>(call.operation);
   if (operation == Operation::kNone) return "none";
   std::string text = fmt::format("#{} {}", call.number, to_string(operation));

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "ddp/place.h"
@@ -40,6 +41,9 @@ const char* to_string(Operation operation);
 struct Peers {
   std::vector<pid_t> pids;    // by rank
   std::vector<Fd> processes;  // pidfds by rank; none for this rank, nor where the kernel has no pidfds
+  // Where these are the ranks of one host among several: what messages call them, and the size of the whole group.
+  std::vector<int> names = {};
+  int world = 0;
 };
 
 /// One rank's end. Not thread-safe. After an error the group cannot be used any more.
@@ -82,7 +86,7 @@ class Exchange {
 
   /// The beginning of a message about `call`: operation, rank, number, group.
   std::string where(const Call& call) const;
-  std::string describe(const Call& call) const;
+  static std::string describe(const Call& call);
   /// Marks this rank as failed, over rank `blamed` where it is one's fault, and throws.
   template <class E>
   [[noreturn]] void fail(const std::string& message, int blamed = -1) {
@@ -91,6 +95,12 @@ class Exchange {
     throw E(message);
   }
   void require_usable() const;
+
+  /// Marks this rank as failed for a reason outside of this memory, a connection to another host: ranks that wait for it
+  /// stop at once, with the reason. The first failure counts.
+  void give_up(const std::string& reason) noexcept;
+  /// For a rank that waits outside, and that all others will have to meet again: throws PeerError when one never will.
+  void look_for_the_dead();
 
  private:
   Header& header() const;
@@ -106,12 +116,17 @@ class Exchange {
   /// How a rank went, "" while it is here.
   std::string how_it_went(int rank) const;
   const Call& last_call(int rank) const;
+  void set_reason(std::string_view reason) noexcept;
+  /// Of a rank that has given up; "" where there is none.
+  std::string_view reason_of(int rank) const;
+  int name_of(int rank) const { return peers_.names.empty() ? rank : peers_.names[rank]; }
   int first(const std::function<bool(int)>& needed) const;
   std::string missing(const std::function<bool(int)>& needed) const;
 
   Arena arena_;
   const Peers peers_;
   const Place place_;
+  const Place shown_;  // in messages
   const std::string group_;
   std::chrono::milliseconds timeout_;
   const Layout layout_;

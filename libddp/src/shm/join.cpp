@@ -1,12 +1,9 @@
 #include "shm/join.h"
 
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <fstream>
-#include <optional>
+#include <algorithm>
 #include <random>
 #include <sstream>
 #include <system_error>
@@ -15,36 +12,21 @@
 namespace ddp::detail::shm {
 namespace {
 
-// What a rank says of itself: which kernel and which process numbers it sees; and rank 0 of its memory.
-struct Hello {
-  std::string kernel = "?";
-  uint64_t processes = 0;
-  pid_t pid = 0;
+// Where the memory of a host is: a descriptor of its first rank.
+struct Memory {
   int fd = -1;
   uint64_t token[2] = {};
-  std::string problem = "";  // "" where there is none
+  std::string problem = "";  // why there is none, "" where there is
 
-  std::string text() const {
-    return fmt::format("{} {} {} {} {} {} {}", kernel, processes, pid, fd, token[0], token[1], problem);
-  }
+  std::string text() const { return fmt::format("{} {} {} {}", fd, token[0], token[1], problem); }
 
-  static Hello parse(const std::string& text) {
-    Hello hello;
-    std::istringstream in(text);
-    in >> hello.kernel >> hello.processes >> hello.pid >> hello.fd >> hello.token[0] >> hello.token[1] >> std::ws;
-    std::getline(in, hello.problem);
-    return hello;
+  static Memory parse(std::istream& in) {
+    Memory memory;
+    in >> memory.fd >> memory.token[0] >> memory.token[1] >> std::ws;
+    std::getline(in, memory.problem);
+    return memory;
   }
 };
-
-Hello describe_this_process() {
-  Hello hello;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> hello.kernel;
-  struct stat status {};
-  if (::stat("/proc/self/ns/pid", &status) == 0) hello.processes = status.st_ino;
-  hello.pid = ::getpid();
-  return hello;
-}
 
 uint64_t random_number() {
   std::random_device random;
@@ -53,74 +35,112 @@ uint64_t random_number() {
 
 Header& header(const Arena& arena) { return *reinterpret_cast<Header*>(arena.data()); }
 
-Fd open_process(pid_t pid) {
-#ifdef SYS_pidfd_open
-  return Fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-#else
-  return Fd();
-#endif
-}
-
 class Joining {
  public:
   Joining(c10d::Store& store, const Place& place) : store_(store), place_(place) {}
 
   Joined run(const std::string& group, std::chrono::milliseconds timeout) {
-    const size_t size = Layout(place_.size).size();
-    Hello mine = describe_this_process();
+    // Most groups are on one host: rank 0 offers memory for all before it knows.
     Arena arena;
-    if (place_.rank == 0) {
-      try {
-        arena = Arena::create(size);
-        mine.fd = arena.fd();
-        for (auto& part : mine.token) part = random_number();
-        std::copy(mine.token, mine.token + 2, header(arena).token);
-      } catch (const std::system_error& e) {
-        mine.problem = e.what();
-      }
+    Memory memory;
+    if (place_.rank == 0) memory = offer(arena, place_.size);
+    read_hellos(tell("hello", fmt::format("{}\n{}", identify_this_process().text(), memory.text())), memory);
+
+    Joined joined;
+    joined.hosts = group_by_host(joined.why_apart);
+    const auto mine = std::find_if(joined.hosts.begin(), joined.hosts.end(), [&](const std::vector<int>& ranks) {
+      return std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end();
+    });
+    const std::vector<int>& local = *mine;
+    if (std::ssize(joined.hosts) == place_.size) return joined;
+    if (joined.hosts.size() > 1) {
+      arena = {};
+      memory = local.size() > 1 ? memory_of(local, arena) : Memory();
     }
-    std::vector<Hello> hellos;
-    for (const auto& text : tell("hello", mine.text())) hellos.push_back(Hello::parse(text));
 
     Peers peers;
-    std::string verdict = judge(hellos);
-    if (verdict.empty()) {
-      try {
-        if (place_.rank != 0) arena = open(hellos[0], size);
-        for (const Hello& hello : hellos) {
-          peers.pids.push_back(hello.pid);
-          peers.processes.push_back(hello.pid == mine.pid ? Fd() : open_process(hello.pid));
-        }
-      } catch (const std::exception& e) {
-        verdict = fmt::format("rank {} cannot open rank 0's memory: {}", place_.rank, e.what());
-      }
-    }
+    std::string verdict = open_all(arena, peers, memory, local);
     for (const auto& other : tell("verdict", verdict.empty() ? "ok" : verdict)) {
-      if (other != "ok") return {nullptr, other};
+      if (other == "ok") continue;
+      joined.why_not = other;
+      return joined;
     }
+    if (local.size() == 1) return joined;
     arena.close_fd();
-    return {std::make_unique<Exchange>(std::move(arena), std::move(peers), place_, group, timeout), ""};
+    const auto number = std::find(local.begin(), local.end(), place_.rank) - local.begin();
+    const Place here{.rank = static_cast<int>(number), .size = static_cast<int>(local.size())};
+    joined.exchange = std::make_unique<Exchange>(std::move(arena), std::move(peers), here, group, timeout);
+    return joined;
   }
 
  private:
-  // The first reason against, as every rank finds it.
-  static std::string judge(const std::vector<Hello>& hellos) {
-    const Hello& zero = hellos[0];
-    if (!zero.problem.empty()) return fmt::format("rank 0 has no memory to share: {}", zero.problem);
-    for (size_t rank = 1; rank < hellos.size(); ++rank) {
-      if (hellos[rank].kernel != zero.kernel) return fmt::format("rank {} is on another host than rank 0", rank);
-      if (hellos[rank].processes != zero.processes) {
-        return fmt::format("rank {} is in another container (process namespace) than rank 0", rank);
-      }
+  // New memory for `ranks` ranks.
+  static Memory offer(Arena& arena, int ranks) {
+    Memory memory;
+    try {
+      arena = Arena::create(Layout(ranks).size());
+      memory.fd = arena.fd();
+      for (auto& part : memory.token) part = random_number();
+      std::copy(memory.token, memory.token + 2, header(arena).token);
+    } catch (const std::system_error& e) {
+      memory.problem = e.what();
     }
-    return "";
+    return memory;
   }
 
-  static Arena open(const Hello& zero, size_t size) {
-    Arena arena = Arena::open(zero.pid, zero.fd, size);
-    if (!std::equal(zero.token, zero.token + 2, header(arena).token))
-      throw std::runtime_error("it is another's memory");
-    return arena;
+  void read_hellos(const std::vector<std::string>& texts, Memory& of_rank_0) {
+    for (const std::string& text : texts) {
+      std::istringstream in(text);
+      hellos_.push_back(Identity::parse(in));
+      if (hellos_.size() == 1) of_rank_0 = Memory::parse(in);
+    }
+  }
+
+  Hosts group_by_host(std::string& why_apart) const {
+    Hosts hosts;
+    for (int rank = 0; rank < place_.size; ++rank) {
+      const std::string apart = hellos_[rank].apart_from(hellos_[0]);
+      if (!apart.empty() && why_apart.empty()) why_apart = fmt::format("rank {} is {} than rank 0", rank, apart);
+      const auto host = std::find_if(hosts.begin(), hosts.end(), [&](const std::vector<int>& ranks) {
+        return hellos_[rank].apart_from(hellos_[ranks[0]]).empty();
+      });
+      (host == hosts.end() ? hosts.emplace_back() : *host).push_back(rank);
+    }
+    return hosts;
+  }
+
+  // The memory of this host's ranks, which the first of them makes.
+  Memory memory_of(const std::vector<int>& local, Arena& arena) {
+    const std::string key = fmt::format("memory/{}", local[0]);
+    if (local[0] == place_.rank) {
+      Memory memory = offer(arena, static_cast<int>(local.size()));
+      store_.set(key, memory.text());
+      return memory;
+    }
+    std::istringstream in(store_.get_to_str(key));
+    return Memory::parse(in);
+  }
+
+  // Opens the memory and the processes of `local`. Returns why it cannot, "" where it can.
+  std::string open_all(Arena& arena, Peers& peers, const Memory& memory, const std::vector<int>& local) const {
+    if (local.size() == 1) return "";
+    if (!memory.problem.empty()) return fmt::format("rank {} has no memory to share: {}", local[0], memory.problem);
+    try {
+      if (local[0] != place_.rank) {
+        arena = Arena::open(hellos_[local[0]].pid, memory.fd, Layout(static_cast<int>(local.size())).size());
+        if (!std::equal(memory.token, memory.token + 2, header(arena).token))
+          throw std::runtime_error("it is another's memory");
+      }
+      for (const int rank : local) {
+        const pid_t pid = hellos_[rank].pid;
+        peers.pids.push_back(pid);
+        peers.processes.push_back(pid == ::getpid() ? Fd() : open_process(pid));
+      }
+      if (std::ssize(local) < place_.size) peers.names = local, peers.world = place_.size;
+    } catch (const std::exception& e) {
+      return fmt::format("rank {} cannot open rank {}'s memory: {}", place_.rank, local[0], e.what());
+    }
+    return "";
   }
 
   // Every rank's text, by rank.
@@ -136,6 +156,7 @@ class Joining {
 
   c10d::Store& store_;
   const Place& place_;
+  std::vector<Identity> hellos_;
 };
 
 }  // namespace

@@ -13,6 +13,8 @@ namespace ddp::detail::shm {
 constexpr size_t kLine = 128;
 /// Bytes of a slot. A rank's slot, its peer's and the tensor's part fit in a second-level cache together.
 constexpr size_t kSlot = 128 * 1024;
+/// Characters of what a rank says when it gives up for a reason that lies outside.
+constexpr size_t kReason = 384;
 /// A message between two ranks passes in pieces of at most so many bytes, two on the way at once.
 constexpr size_t kPiece = 32 * 1024;
 
@@ -41,6 +43,7 @@ struct alignas(kLine) Rank {
   std::atomic<uint32_t> arrivals;             // this rank's
   std::atomic<int32_t> blamed;                // 1 + the rank over which it has failed, 0 where it is none
   Call calls[2];                              // of the present and the last turn
+  char reason[kReason];                       // why it has failed, "" where its own message alone says so
   alignas(kLine) std::atomic<uint32_t> bell;  // rung when a lane of this rank has changed
   std::atomic<uint32_t> asleep;               // whether it waits for the bell in the kernel
 };
