@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <random>
@@ -15,6 +16,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr size_t kNonceDigits = 16;
+// Handed to the disk as soon as it is written: by the fsync at the end most of a large file is there already.
+constexpr uint64_t kWriteback = uint64_t{8} << 20;
 constexpr std::string_view kLinkTemporary = ".latest.";
 
 std::string nonce() {
@@ -79,8 +82,17 @@ void write_file_atomically(const fs::path& path, const std::function<void(const 
   Cleanup cleanup(files, draft);
   {
     io::Descriptor file(files, descriptor);
+    uint64_t written = 0, handed_over = 0;
     writer([&](const void* data, size_t size) {
-      write_all(files, descriptor, static_cast<const char*>(data), size, path);
+      const auto* from = static_cast<const char*>(data);
+      while (size > 0) {
+        const size_t piece = std::min<uint64_t>(size, kWriteback);
+        write_all(files, descriptor, from, piece, path);
+        from += piece, size -= piece, written += piece;
+        if (written - handed_over < kWriteback) continue;
+        files.start_writeback(descriptor, handed_over, written - handed_over);
+        handed_over = written;
+      }
     });
     if (int result = files.sync(descriptor); result < 0) fail(kWho, path, "fsync", result);
     if (int result = file.close(); result < 0) fail(kWho, path, "close", result);

@@ -118,14 +118,36 @@ std::vector<CheckpointName> list_checkpoints(const fs::path& directory) {
   return found;
 }
 
-std::vector<std::string> rotate(const fs::path& directory, int64_t keep, const CheckpointName& written) {
+std::set<std::string> linked_checkpoints(const fs::path& directory) {
+  std::set<std::string> linked;
+  for (const std::string& name : names_in(directory)) {
+    if (name == "." || name == ".." || CheckpointName::parse(name)) continue;
+    const fs::path path = directory / name;
+    if (kind_of(path) != io::Kind::kLink) continue;
+    std::string target;
+    if (const int result = io::file_system().read_link(path.string(), target); result < 0) {
+      throw CheckpointError(fmt::format("{}: cannot be read: {}", path.string(), std::strerror(-result)));
+    }
+    if (auto inside = name_inside(directory, target)) linked.insert(*inside);
+  }
+  return linked;
+}
+
+std::vector<std::string> rotate(const fs::path& directory, const Retention& retention, const CheckpointName& written) {
   std::vector<std::string> problems;
-  if (keep <= 0) return problems;
-  const std::string latest = resolve_latest(directory).name;
+  if (retention.keep <= 0) return problems;
+  std::vector<CheckpointName> old;
   int64_t kept = 0;
   for (const CheckpointName& name : list_checkpoints(directory)) {
     if (written < name) continue;
-    if (++kept <= keep || name == written || name.text() == latest) continue;
+    if (++kept <= retention.keep || name == written) continue;
+    if (retention.keep_every > 0 && name.step % retention.keep_every == 0) continue;
+    old.push_back(name);
+  }
+  if (old.empty()) return problems;
+  const auto linked = linked_checkpoints(directory);
+  for (const CheckpointName& name : old) {
+    if (linked.contains(name.text())) continue;
     const std::string path = (directory / name.text()).string();
     if (const int result = io::file_system().remove(path); result < 0 && result != -ENOENT) {
       problems.push_back(fmt::format("{} cannot be deleted: {}", path, std::strerror(-result)));
@@ -137,7 +159,9 @@ std::vector<std::string> rotate(const fs::path& directory, int64_t keep, const C
 int sweep_temporaries(const fs::path& directory) {
   int swept = 0;
   for (const std::string& name : names_in(directory)) {
-    if (!is_temporary_name(name, kTemporaryStem, kExtension)) continue;
+    if (!is_temporary_name(name, kTemporaryStem, kExtension) && !is_temporary_name(name, kTemporaryStem, ".json")) {
+      continue;
+    }
     if (io::file_system().remove((directory / name).string()) == 0) ++swept;
   }
   return swept;

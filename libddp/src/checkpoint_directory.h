@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,10 +43,21 @@ Latest resolve_latest(const std::filesystem::path& directory);
 /// Newest first; nothing where the directory is missing. Throws CheckpointError when it cannot be read.
 std::vector<CheckpointName> list_checkpoints(const std::filesystem::path& directory);
 
-/// Deletes all but the `keep` newest of the checkpoints up to `written`, never `written` itself, the target
-/// of latest or one of a later step (left there by another run). Returns what could not be deleted, a line
-/// each. 0 keeps all. Requires: latest has been moved to `written`.
-std::vector<std::string> rotate(const std::filesystem::path& directory, int64_t keep, const CheckpointName& written);
+/// Names of the checkpoints that a link in the directory points to, whatever the link's name: checkpoint_latest.pt,
+/// checkpoint_best.pt, one that was made by hand. Throws CheckpointError when it cannot be known.
+std::set<std::string> linked_checkpoints(const std::filesystem::path& directory);
+
+/// Which checkpoints stay.
+struct Retention {
+  int64_t keep = 0;        ///< the newest; 0: all
+  int64_t keep_every = 0;  ///< those of steps that are a multiple of it; 0: none for that
+};
+
+/// Deletes the checkpoints up to `written` that are none of: the `keep` newest, a milestone, the target of a link,
+/// `written` itself. One of a later step, left there by another run, stays. Returns what could not be deleted, a line
+/// each. Requires: latest has been moved to `written`.
+std::vector<std::string> rotate(const std::filesystem::path& directory, const Retention& retention,
+                                const CheckpointName& written);
 
 /// Deletes what killed saves have left: temporaries of atomic_file.h's pattern, nothing else. Returns how
 /// many.

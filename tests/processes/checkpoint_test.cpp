@@ -1,11 +1,5 @@
-// Checkpoints of real ranks: killed in the middle of saves, and with saves that fail.
-#include <signal.h>
+// Checkpoints of real ranks: saves and loads that fail, random states, other numbers of ranks.
 #include <torch/torch.h>
-#include <unistd.h>
-
-#include <fstream>
-#include <random>
-#include <thread>
 
 #include "ddp/checkpointer.h"
 #include "ddp/collectives.h"
@@ -14,6 +8,7 @@
 #include "io/torch_file.h"
 #include "support/catch.h"
 #include "support/spawn.h"
+#include "unit/checkpoint_fixtures.h"
 
 namespace fs = std::filesystem;
 using namespace std::chrono_literals;
@@ -22,8 +17,8 @@ using ddp::CheckpointError;
 using ddp::ProcessGroup;
 using ddp::State;
 using ddp::test::run_ranks;
-using ddp::test::spawn_ranks;
 using ddp::test::TempDir;
+using ddp::test::Weights;
 
 namespace {
 
@@ -31,78 +26,7 @@ void quiet() {
   ddp::log::set_sink([](ddp::log::Level, std::string_view) {});
 }
 
-// A large tensor whose every element is a function of the step, so that any mixture of two saves is seen.
-struct Weights {
-  explicit Weights(int64_t elements) : values(torch::zeros({elements})) {}
-  void set(int64_t step) { values.copy_(torch::arange(values.numel()) % 1000 + step); }
-  bool holds(int64_t step) const {
-    return values.equal((torch::arange(values.numel()) % 1000 + step).to(torch::kFloat));
-  }
-  State state_dict() const { return State::dict({{"values", values}}); }
-  void load_state_dict(const State& state) { values.copy_(state.at("values").as_tensor()); }
-  torch::Tensor values;
-};
-
 }  // namespace
-
-TEST_CASE("both ranks killed at a random time in a save: the next start has the old or the new one (B23a)") {
-  TempDir dir;
-  std::mt19937 random(5);
-  int64_t last = 0;
-  for (int round = 0; round < 10; ++round) {
-    const auto life = std::chrono::milliseconds(std::uniform_int_distribution<int>(0, 400)(random));
-    const auto results = spawn_ranks(2,
-                                     [&](int rank) {
-                                       quiet();
-                                       auto group = ProcessGroup::from_env({.timeout = 10s});
-                                       Weights weights(4 << 20);  // 16 MiB
-                                       Checkpointer checkpoints(dir.path(), group, {.every = 1, .keep = 2});
-                                       checkpoints.track("weights", weights);
-                                       const auto resumed = checkpoints.resume();
-                                       DDP_CHECK(weights.holds(checkpoints.step_count()) || !resumed);
-                                       DDP_CHECK(checkpoints.step_count() >= last);
-                                       if (rank == 0)
-                                         std::ofstream(dir / ("resumed" + std::to_string(round)))
-                                             << checkpoints.step_count();
-                                       // Both die at once: each kills itself from a thread.
-                                       std::thread([life] {
-                                         std::this_thread::sleep_for(life);
-                                         ::kill(::getpid(), SIGKILL);
-                                       }).detach();
-                                       while (true) {
-                                         weights.set(checkpoints.step_count() + 1);
-                                         checkpoints.step();
-                                       }
-                                     },
-                                     {.deadline = 40s});
-    for (const auto& result : results) {
-      INFO("round " << round << ": " << result.describe());
-      // The one that lives a moment longer may see its peer gone.
-      CHECK((result.signal == SIGKILL || result.error.find("rank") != std::string::npos));
-      CHECK(result.error.find("DDP_CHECK") == std::string::npos);
-      CHECK_FALSE(result.timed_out);
-    }
-    std::ifstream(dir / ("resumed" + std::to_string(round))) >> last;
-  }
-  CHECK(last > 0);
-  run_ranks(2, [&](int) {
-    quiet();
-    auto group = ProcessGroup::from_env({.timeout = 10s});
-    Weights weights(4 << 20);
-    Checkpointer checkpoints(dir.path(), group);
-    checkpoints.track("weights", weights);
-    DDP_CHECK(checkpoints.resume());
-    DDP_CHECK(weights.holds(checkpoints.step_count()));
-  });
-  int temporaries = 0, files = 0;
-  for (const auto& entry : fs::directory_iterator(dir.path())) {
-    const std::string name = entry.path().filename();
-    temporaries += name.find("tmp") != std::string::npos || name.starts_with(".latest");
-    files += name.ends_with(".pt");
-  }
-  CHECK(temporaries == 0);
-  CHECK(files <= 4 + 1);
-}
 
 TEST_CASE("a save that fails is an error on both ranks, and training goes on (B23d)") {
   TempDir dir;
@@ -223,7 +147,7 @@ TEST_CASE("each rank's dropout goes on where it was, and ranks differ (B27)") {
   });
 }
 
-TEST_CASE("two ranks resume one rank's file: the new rank keeps its random state, with a warning; and back") {
+TEST_CASE("two ranks resume one rank's file: the new rank keeps its random state, with a warning, and back") {
   TempDir dir;
   auto start = [&](int rank, std::string& text) {
     ddp::log::set_sink([&text](ddp::log::Level, std::string_view line) { text += line; });

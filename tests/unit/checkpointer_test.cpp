@@ -14,6 +14,7 @@
 #include "io/torch_file.h"
 #include "support/catch.h"
 #include "support/spawn.h"
+#include "unit/checkpoint_fixtures.h"
 #include "unit/faulty_file_system.h"
 
 namespace fs = std::filesystem;
@@ -21,78 +22,18 @@ using ddp::Checkpointer;
 using ddp::CheckpointError;
 using ddp::State;
 using ddp::detail::CheckpointName;
-using ddp::test::Approx;
 using ddp::test::ContainsSubstring;
+using ddp::test::cut;
+using ddp::test::load;
+using ddp::test::Log;
 using ddp::test::message_of;
+using ddp::test::Names;
+using ddp::test::names;
+using ddp::test::Position;
+using ddp::test::Run;
+using ddp::test::save;
 using ddp::test::TempDir;
-using Names = std::set<std::string>;
-
-namespace {
-
-Names names(const fs::path& directory) {
-  Names found;
-  for (const auto& entry : fs::directory_iterator(directory)) found.insert(entry.path().filename());
-  return found;
-}
-
-void touch(const fs::path& path, const std::string& text = "x") { std::ofstream(path) << text; }
-
-// Lines of the log while it lives.
-class Log {
- public:
-  Log() {
-    ddp::log::set_sink([this](ddp::log::Level, std::string_view line) { text += std::string(line) + "\n"; });
-  }
-  ~Log() { ddp::log::set_sink({}); }
-  std::string text;
-};
-
-struct Position {
-  int64_t epoch = 0, consumed = 0;
-  State state_dict() const { return State::dict({{"epoch", epoch}, {"consumed", consumed}}); }
-  void load_state_dict(const State& state) {
-    epoch = state.at("epoch").as_int();
-    consumed = state.at("consumed").as_int();
-  }
-};
-
-// A small run: a model whose dropout draws random numbers.
-struct Run {
-  explicit Run(const fs::path& directory, ddp::CheckpointerOptions options = {}, double lr = 0.1)
-      : optim(model->parameters(), torch::optim::AdamWOptions(lr)), checkpoints(directory, {}, options) {
-    {
-      torch::NoGradGuard no_grad;
-      model->weight.fill_(0.5);
-      model->bias.fill_(0);
-    }
-    checkpoints.track("model", model).track("optimizer", optim).track("sampler", position);
-  }
-  double step() {
-    auto loss = torch::dropout(model(torch::ones({8, 4})), 0.5, true).square().sum();
-    model->zero_grad();
-    loss.backward();
-    optim.step();
-    ++position.consumed;
-    checkpoints.step();
-    return loss.item<double>();
-  }
-  void steps(int count) {
-    for (int i = 0; i < count; ++i) step();
-  }
-
-  torch::nn::Linear model{4, 4};
-  torch::optim::AdamW optim;
-  Position position;
-  Checkpointer checkpoints;
-};
-
-State load(const fs::path& path) { return ddp::io::read_torch_file(path.string(), true); }
-void save(const fs::path& path, const State& state) {
-  ddp::write_file_atomically(path, [&](const ddp::Append& append) { ddp::io::write_torch_file(state, append); });
-}
-void cut(const fs::path& path, uintmax_t bytes) { fs::resize_file(path, fs::file_size(path) - bytes); }
-
-}  // namespace
+using ddp::test::touch;
 
 TEST_CASE("names of checkpoints: numbers, nothing else") {
   CHECK(CheckpointName{.epoch = 2, .step = 1500}.text() == "checkpoint_epoch2_step1500.pt");
@@ -134,7 +75,7 @@ TEST_CASE("rotation never takes the link's target") {
   TempDir dir;
   for (int step : {1, 2, 3}) touch(dir / CheckpointName{0, step}.text());
   ddp::swap_symlink(dir / "checkpoint_latest.pt", "checkpoint_epoch0_step1.pt");
-  CHECK(ddp::detail::rotate(dir.path(), 1, {0, 3}).empty());
+  CHECK(ddp::detail::rotate(dir.path(), {.keep = 1}, {0, 3}).empty());
   CHECK(names(dir.path()) == Names{"checkpoint_epoch0_step1.pt", "checkpoint_epoch0_step3.pt", "checkpoint_latest.pt"});
 }
 
@@ -384,7 +325,7 @@ TEST_CASE("parameters given to the optimizer in another order are detected (B27)
              ContainsSubstring("is model.a [3] in the file and model.b [3] here"));
 }
 
-TEST_CASE("a file without libddp, as Python saves it, resumes; what it lacks is a warning") {
+TEST_CASE("a file without libddp, as Python saves it, resumes, what it lacks is a warning") {
   TempDir dir;
   Run first(dir / "a", {.every = 1});
   first.step();
@@ -485,6 +426,7 @@ TEST_CASE("the directory can be moved elsewhere") {
 TEST_CASE("options and names that make no sense are refused") {
   CHECK_THROWS_AS(Checkpointer("x", {}, {.every = -1}), ddp::ConfigError);
   CHECK_THROWS_AS(Checkpointer("x", {}, {.keep = -1}), ddp::ConfigError);
+  CHECK_THROWS_AS(Checkpointer("x", {}, {.keep_every = -1}), ddp::ConfigError);
   CHECK_THROWS_AS(Checkpointer("", {}), ddp::ConfigError);
   Checkpointer checkpoints("x", {});
   Position position;

@@ -2,12 +2,15 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
 #include <climits>
+#include <cstdint>
 #include <cstdio>
 
 namespace ddp::io {
@@ -30,6 +33,10 @@ class RealFileSystem final : public FileSystem {
   }
   int64_t write(int descriptor, const void* data, size_t size) override {
     return or_errno<int64_t>(::write(descriptor, data, size));
+  }
+  void start_writeback(int descriptor, uint64_t offset, uint64_t size) override {
+    // Without the WAIT flags it takes no error away from a later fsync.
+    ::sync_file_range(descriptor, static_cast<off64_t>(offset), static_cast<off64_t>(size), SYNC_FILE_RANGE_WRITE);
   }
   int64_t read(int descriptor, void* data, size_t size, uint64_t offset) override {
     return or_errno<int64_t>(::pread(descriptor, data, size, static_cast<off_t>(offset)));
@@ -87,6 +94,27 @@ class RealFileSystem final : public FileSystem {
            : S_ISLNK(status.st_mode) ? Kind::kLink
                                      : Kind::kOther;
     return 0;
+  }
+  int free_space(const std::string& directory, uint64_t& bytes) override {
+    struct statvfs status {};
+    if (::statvfs(directory.c_str(), &status) < 0) return -errno;
+    bytes = status.f_blocks == 0 ? UINT64_MAX : uint64_t{status.f_bavail} * status.f_frsize;
+    return 0;
+  }
+  int lock(const std::string& path, std::string& owner) override {
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666);
+    if (descriptor < 0) return -errno;
+    if (::flock(descriptor, LOCK_EX | LOCK_NB) < 0) {
+      const int error = errno;
+      char text[512];
+      const auto length = ::pread(descriptor, text, sizeof text, 0);
+      owner.assign(text, length > 0 ? static_cast<size_t>(length) : 0);
+      ::close(descriptor);
+      return -error;
+    }
+    // For the reader of an error message only, so it may fail.
+    if (::ftruncate(descriptor, 0) == 0) (void)!::pwrite(descriptor, owner.data(), owner.size(), 0);
+    return descriptor;
   }
 };
 

@@ -23,6 +23,8 @@ class FileSystem {
   /// For reading; `follow` also through a link.
   virtual int open(const std::string& path, bool follow) = 0;
   virtual int64_t write(int descriptor, const void* data, size_t size) = 0;
+  /// Lets the disk begin with bytes that were written, so that `sync` finds less to do. A hint: nothing depends on it.
+  virtual void start_writeback(int descriptor, uint64_t offset, uint64_t size) = 0;
   virtual int64_t read(int descriptor, void* data, size_t size, uint64_t offset) = 0;
   virtual int64_t size(int descriptor) = 0;
   virtual int sync(int descriptor) = 0;
@@ -36,6 +38,13 @@ class FileSystem {
   virtual int sync_directory(const std::string& path) = 0;
   virtual int list(const std::string& directory, std::vector<std::string>& names) = 0;
   virtual int kind(const std::string& path, Kind& kind) = 0;
+  /// Bytes that this process may add to the file system of a directory; the largest number where it does not tell.
+  virtual int free_space(const std::string& directory, uint64_t& bytes) = 0;
+
+  /// Takes a lock on a file, which is made where it is missing, and writes `owner` into it. The kernel gives the lock
+  /// back when the descriptor is closed or the process has died. Returns the descriptor, or -EWOULDBLOCK when another
+  /// process has it: `owner` is then what that one wrote.
+  virtual int lock(const std::string& path, std::string& owner) = 0;
 };
 
 /// The file system in use: the real one unless a test has replaced it.

@@ -9,11 +9,14 @@
 #include <unordered_set>
 
 #include "ddp/error.h"
-#include "io/pickle.h"
 #include "io/zip_reader.h"
 
 namespace ddp::io {
 namespace {
+
+// A record beside its bytes: padding to 64, two headers with its name, a data descriptor.
+constexpr uint64_t kRecordOverhead = 64 + 320;
+constexpr uint64_t kFileOverhead = 8 * kRecordOverhead;  // the records beside the storages, the zip directory's end
 
 // Storage on another device is brought over as bytes, one at a time.
 torch::Tensor bytes_on_cpu(const Pickled::Storage& storage) {
@@ -26,8 +29,17 @@ torch::Tensor bytes_on_cpu(const Pickled::Storage& storage) {
 
 void write_torch_file(const State& state, const Append& append, const std::vector<std::string>& ordered) {
   torch::NoGradGuard no_grad;
-  const Pickled pickled = pickle(state, ordered);
+  write_torch_file(pickle(state, ordered), append);
+}
 
+uint64_t torch_file_size(const Pickled& pickled) {
+  uint64_t bytes = pickled.data.size() + kFileOverhead;
+  for (const auto& storage : pickled.storages) bytes += storage.bytes + kRecordOverhead;
+  return bytes;
+}
+
+void write_torch_file(const Pickled& pickled, const Append& append) {
+  torch::NoGradGuard no_grad;
   // The stream writer finishes its file in its destructor and ends the process when that fails, so it is
   // never told of a failure: the first exception is kept, and what would be written after it is dropped.
   std::exception_ptr failure;

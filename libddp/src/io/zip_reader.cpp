@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "ddp/error.h"
@@ -29,8 +30,15 @@ T get(const char* data) {
   return value;
 }
 
+// A link may be moved, and its old target deleted, between the kernel's look at the one and at the other.
 int open_or_throw(FileSystem& files, const std::string& path, bool follow) {
-  int descriptor = retry_interrupted([&] { return files.open(path, follow); });
+  std::string target, before;
+  int descriptor = 0;
+  do {
+    before = target;
+    if (!follow || files.read_link(path, target) < 0) target = before;
+    descriptor = retry_interrupted([&] { return files.open(path, follow); });
+  } while (descriptor == -ENOENT && target != before);
   if (descriptor < 0) throw CheckpointError(fmt::format("{}: cannot be opened: {}", path, std::strerror(-descriptor)));
   return descriptor;
 }
@@ -80,7 +88,14 @@ void ZipReader::read_directory() {
         fail("the zip64 locator does not point at the zip64 directory end");
       read_at(directory_end, end64, kEnd64Size, "the zip64 directory end");
       if (get<uint32_t>(end64) != kEnd64) fail("the zip64 directory end is damaged");
-      count = get<uint64_t>(end64 + 32), bytes = get<uint64_t>(end64 + 40), offset = get<uint64_t>(end64 + 48);
+      const uint64_t count64 = get<uint64_t>(end64 + 32), bytes64 = get<uint64_t>(end64 + 40);
+      const uint64_t offset64 = get<uint64_t>(end64 + 48);
+      // The short fields say the same, as far as they reach.
+      if (count != std::min<uint64_t>(count64, 0xffff) || bytes != std::min<uint64_t>(bytes64, kIn64) ||
+          offset != std::min<uint64_t>(offset64, kIn64)) {
+        fail("the two ends of the zip directory disagree");
+      }
+      count = count64, bytes = bytes64, offset = offset64;
     }
   }
   if (offset > directory_end || bytes != directory_end - offset || count > bytes / kDirectoryEntrySize || count == 0) {
