@@ -2,6 +2,11 @@
 // golden` wrote checkpoint_python.pt (torch 2.15).
 #include <torch/torch.h>
 
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <random>
+
 #include "ddp/atomic_file.h"
 #include "ddp/checkpointer.h"
 #include "io/torch_file.h"
@@ -79,6 +84,150 @@ void step(Net& net, torch::optim::Optimizer& optim, int number) {
   optim.step();
 }
 
+// Random values of all that a State holds.
+class Generator {
+ public:
+  explicit Generator(uint64_t seed) : random_(seed) { torch::manual_seed(seed); }
+
+  State value(int depth) {
+    if (depth == 0) return dict(12, depth);
+    const auto size = one_of<size_t>({0, 1, 2, 3, 4, 7});
+    switch (below(depth < 4 ? 12 : 8)) {
+      case 0:
+        return {};
+      case 1:
+        return below(2) == 0;
+      case 2:
+        return one_of<int64_t>({0, 255, 256, 65535, 65536, -1, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN,
+                                static_cast<int64_t>(random_() >> below(64))});
+      case 3:
+        return one_of<double>({0.0, -0.0, 1e300, -INFINITY, 0.1, static_cast<double>(random_())});
+      case 4:
+        return text();
+      case 5: {
+        std::string bytes;
+        for (size_t i = 0; i < size * 50; ++i) bytes += static_cast<char>(below(256));
+        return State::Bytes{bytes};
+      }
+      case 8:
+        return State::Tuple{items(size, depth)};
+      case 9:
+        return State::List{items(size, depth)};
+      case 10:
+        return State::List{items(depth == 1 && below(10) == 0 ? 1200 : size, 4)};
+      case 11:
+        return dict(size, depth);
+      default:
+        return tensor();
+    }
+  }
+
+ private:
+  size_t below(size_t n) { return random_() % n; }
+  template <class T>
+  T one_of(const std::vector<T>& values) {
+    return values[below(values.size())];
+  }
+
+  std::string text() {
+    std::string text;
+    const auto size = one_of<size_t>({0, 1, 5, 100});
+    for (size_t i = 0; i < size; ++i)
+      text += one_of<std::string>({"a", "_.", "é", "€", "😀", "\n", std::string(1, '\0')});
+    return text;
+  }
+
+  State::Items items(size_t size, int depth) {
+    State::Items items;
+    for (size_t i = 0; i < size; ++i) items.push_back(value(depth + 1));
+    return items;
+  }
+
+  State dict(size_t size, int depth) {
+    State dict = State::dict();
+    for (size_t i = 0; i < size; ++i) {
+      dict.set(below(3) == 0 ? State(static_cast<int64_t>(random_())) : State(text()), value(depth + 1));
+    }
+    return dict;
+  }
+
+  torch::Tensor tensor() {
+    torch::Tensor base;
+    if (!pool_.empty() && below(3) == 0) {
+      base = one_of(pool_);
+    } else {
+      const auto shape = one_of<std::vector<int64_t>>({{}, {0}, {3}, {2, 3}, {4, 1, 5}, {2, 0, 3}, {50}});
+      const auto dtype = one_of<torch::ScalarType>({torch::kFloat,
+                                                    torch::kDouble,
+                                                    torch::kHalf,
+                                                    torch::kBFloat16,
+                                                    torch::kLong,
+                                                    torch::kInt,
+                                                    torch::kShort,
+                                                    torch::kChar,
+                                                    torch::kByte,
+                                                    torch::kBool,
+                                                    torch::kComplexFloat,
+                                                    torch::kComplexDouble,
+                                                    torch::kComplexHalf,
+                                                    torch::kUInt16,
+                                                    torch::kUInt32,
+                                                    torch::kUInt64,
+                                                    torch::kFloat8_e4m3fn,
+                                                    torch::kFloat8_e5m2,
+                                                    torch::kFloat8_e4m3fnuz,
+                                                    torch::kFloat8_e5m2fnuz,
+                                                    torch::kFloat8_e8m0fnu});
+      base = (torch::rand(shape) * 20).to(dtype);
+      pool_.push_back(base);
+    }
+    if (base.dim() == 0 || base.size(0) < 3) return base;
+    switch (below(5)) {
+      case 0:
+        return base.slice(0, 1);
+      case 1:
+        return base.slice(0, 0, base.size(0), 2);
+      case 2:
+        return base.transpose(0, -1);
+      case 3:
+        return base.slice(0, 0, 1).expand(base.sizes());
+      default:
+        return base;
+    }
+  }
+
+  std::mt19937_64 random_;
+  std::vector<torch::Tensor> pool_;
+};
+
+// Types, values, dtypes, strides and shared storages; tensors bit for bit.
+bool same(const State& a, const State& b, std::map<const void*, const void*>& storages) {
+  if (a.type_name() != b.type_name()) return false;
+  if (a.is_tensor()) {
+    const auto &x = a.as_tensor(), &y = b.as_tensor();
+    if (x.scalar_type() != y.scalar_type() || x.sizes() != y.sizes() || x.strides() != y.strides()) return false;
+    if (x.storage().nbytes() > 0 &&
+        storages.emplace(x.storage().data(), y.storage().data()).first->second != y.storage().data()) {
+      return false;
+    }
+    const auto p = x.contiguous(), q = y.contiguous();
+    return std::memcmp(p.const_data_ptr(), q.const_data_ptr(), p.nbytes()) == 0;
+  }
+  if (a.is_list() || a.is_tuple()) {
+    const auto &x = a.is_list() ? a.as_list() : a.as_tuple(), &y = b.is_list() ? b.as_list() : b.as_tuple();
+    return std::equal(x.begin(), x.end(), y.begin(), y.end(),
+                      [&](const State& m, const State& n) { return same(m, n, storages); });
+  }
+  if (a.is_dict()) {
+    const auto &x = a.as_dict(), &y = b.as_dict();
+    return std::equal(x.begin(), x.end(), y.begin(), y.end(), [&](const auto& m, const auto& n) {
+      return m.first == n.first && same(m.second, n.second, storages);
+    });
+  }
+  if (a.is_double()) return std::signbit(a.as_double()) == std::signbit(b.as_double()) && a == b;
+  return a == b;
+}
+
 double largest_difference(const State& a, const State& b) {
   double worst = 0;
   for (const auto& [key, value] : a.as_dict()) {
@@ -121,7 +270,7 @@ TEST_CASE("a file of torch.save holds what Python put into it") {
 TEST_CASE("random structures go from Python through C++ back to Python") {
   if (!ddp::test::test_python()) DDP_SKIP("no Python with torch (LIBDDP_TEST_PYTHON)");
   TempDir dir;
-  const int count = 60;
+  const int count = 150;
   auto made = peer({"structures", "1", std::to_string(count), dir.path().string()});
   INFO(made.describe());
   REQUIRE(made.ok());
@@ -133,6 +282,26 @@ TEST_CASE("random structures go from Python through C++ back to Python") {
   auto compared = peer({"compare", std::to_string(count), dir.path().string()});
   INFO(compared.describe());
   CHECK(compared.ok());
+}
+
+TEST_CASE("random structures go from C++ through Python back to C++") {
+  if (!ddp::test::test_python()) DDP_SKIP("no Python with torch (LIBDDP_TEST_PYTHON)");
+  TempDir dir;
+  constexpr int kCount = 100;
+  std::vector<State> states;
+  for (int i = 0; i < kCount; ++i) {
+    states.push_back(Generator(static_cast<uint64_t>(i)).value(0));
+    save(dir / (std::to_string(i) + ".pt"), states.back());
+  }
+  auto saved = peer({"resave", std::to_string(kCount), dir.path().string()});
+  INFO(saved.describe());
+  REQUIRE(saved.ok());
+  for (int i = 0; i < kCount; ++i) {
+    CAPTURE(i);
+    const State back = ddp::io::read_torch_file((dir / (std::to_string(i) + ".back.pt")).string(), false);
+    std::map<const void*, const void*> storages;
+    CHECK(same(states[static_cast<size_t>(i)], back, storages));
+  }
 }
 
 TEST_CASE("Python's checkpoint resumes here, and ours goes on in Python") {

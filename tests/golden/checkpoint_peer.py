@@ -2,11 +2,13 @@
 
 checkpoint_peer.py structures SEED COUNT DIR   random structures, saved as DIR/{i}.pt
 checkpoint_peer.py compare COUNT DIR           DIR/{i}.pt against DIR/{i}.cpp.pt, which C++ read and wrote again
+checkpoint_peer.py resave COUNT DIR            DIR/{i}.pt, which C++ wrote, loaded and saved as DIR/{i}.back.pt
 checkpoint_peer.py train OPTIMIZER DIR         3 steps, DIR/python.pt as the seed script saves it; one more, DIR/next.pt
 checkpoint_peer.py go_on OPTIMIZER FILE NEXT   loads C++'s checkpoint FILE, one step, compares with C++'s NEXT
 checkpoint_peer.py golden                      writes checkpoint_python.pt, the file that is checked in
 """
 
+import math
 import os
 import random
 import sys
@@ -18,7 +20,8 @@ import torch
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
           torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.uint16,
-          torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+          torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz,
+          torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
 
 
 def tensor(rng, pool):
@@ -28,7 +31,7 @@ def tensor(rng, pool):
         shape = rng.choice([(), (0,), (3,), (2, 3), (4, 1, 5), (2, 0, 3), (50,)])
         base = (torch.randn(shape) * 20).to(rng.choice(DTYPES))
         pool.append(base)
-    kind = rng.randrange(6)
+    kind = rng.randrange(9)
     if kind == 0 and base.dim() > 1:
         return base.transpose(0, 1)
     if kind == 1 and base.dim() > 0 and base.size(0) > 1:
@@ -41,11 +44,21 @@ def tensor(rng, pool):
         return base.conj()
     if kind == 5 and base.dim() > 0:
         return base[:1].expand(base.size(0), *base.shape[1:]) if base.size(0) else base
+    if kind == 6 and base.dtype in (torch.complex64, torch.complex128):
+        return base.clone().conj().imag  # a view that is to be negated
+    if kind == 7 and base.dim() == 1 and base.size(0) > 2:
+        return base.as_strided((2, 2), (1, 1), base.storage_offset())  # elements that overlap
+    if kind == 8 and base.dim() > 0 and base.size(0) > 1:
+        return base[1]
     return base
 
 
 def text(rng):
-    return "".join(rng.choice("ab_. é€\n😀\0") for _ in range(rng.choice([0, 1, 5, 300])))
+    return "".join(rng.choice("ab_. é€\n😀\0\ud800") for _ in range(rng.choice([0, 1, 5, 300])))
+
+
+def member(rng):  # of a set
+    return rng.choice([None, True, rng.randrange(1000), rng.random(), text(rng), (rng.randrange(3), text(rng)), b"\xff"])
 
 
 def value(rng, pool, shared, depth=0):
@@ -55,9 +68,10 @@ def value(rng, pool, shared, depth=0):
     if kind == 1:
         return rng.random() < 0.5
     if kind == 2:
-        return rng.choice([0, 1, 255, 256, 65535, 65536, -1, 2**31 - 1, -2**31, 2**31, 2**63 - 1, -2**63, rng.getrandbits(40)])
+        return rng.choice([0, 1, 255, 256, 65535, 65536, -1, 2**31 - 1, -2**31, 2**31, 2**63 - 1, -2**63,
+                           rng.getrandbits(rng.randrange(1, 64)), -rng.getrandbits(rng.randrange(1, 64))])
     if kind == 3:
-        return rng.choice([0.0, -1.5, 1e300, float("inf"), rng.random()])
+        return rng.choice([0.0, -0.0, -1.5, 1e300, 5e-324, float("inf"), float("nan"), rng.random()])
     if kind == 4:
         return text(rng)
     if kind == 5:
@@ -66,17 +80,20 @@ def value(rng, pool, shared, depth=0):
     if kind in (6, 7, 8):
         return tensor(rng, pool)
     size = rng.choice([0, 1, 2, 3, 4, 7])
+    if depth == 0 and rng.random() < 0.05:  # more than pickle writes at once, and more names than a byte can number
+        many = rng.choice([1001, 2500])
+        return rng.choice([{f"name {i}": i for i in range(many)}, [f"{i % 700}" for i in range(many)], list(range(many))])
     if kind == 9:
         return tuple(value(rng, pool, shared, depth + 1) for _ in range(size))
     if kind == 10:
         return torch.Size(rng.randrange(9) for _ in range(size))
     if kind == 11:
-        return set(rng.randrange(100) for _ in range(size))
+        return set(member(rng) for _ in range(size))
     if kind == 12 and shared:
         return rng.choice(shared)  # the same object a second time
     if kind == 13:
         made = OrderedDict((text(rng), value(rng, pool, shared, depth + 1)) for _ in range(size))
-        made._metadata = {"version": 1}
+        made._metadata = OrderedDict([("", {"version": 1, "tensor": torch.ones(3)})])
     elif kind == 14:
         made = {rng.choice([text(rng), rng.randrange(1000)]): value(rng, pool, shared, depth + 1) for _ in range(size)}
     else:
@@ -94,7 +111,7 @@ def structures(seed, count, directory):
 
 
 def raw(t):
-    return t.detach().resolve_conj().contiguous().reshape(-1).clone().untyped_storage().tolist()
+    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).clone().untyped_storage().tolist()
 
 
 def same(a, b, storages, where=""):
@@ -102,7 +119,7 @@ def same(a, b, storages, where=""):
     if isinstance(a, torch.Tensor):
         assert isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape, (where, a, b)
         assert raw(a) == raw(b), (where, a, b)
-        if not a.is_conj():
+        if not a.is_conj() and not a.is_neg():
             assert a.stride() == b.stride(), (where, a.stride(), b.stride())
             key = a.untyped_storage().data_ptr()
             if key:  # what shared memory shares it still
@@ -121,6 +138,10 @@ def same(a, b, storages, where=""):
         for i, (x, y) in enumerate(zip(a, b)):
             same(x, y, storages, f"{where}[{i}]")
         return
+    if isinstance(a, float):
+        assert isinstance(b, float) and (a == b or math.isnan(a) and math.isnan(b)), (where, a, b)
+        assert math.copysign(1, a) == math.copysign(1, b), (where, a, b)
+        return
     assert type(a) is type(b) and a == b, (where, a, b)
 
 
@@ -130,6 +151,13 @@ def compare(count, directory):
         for mmap in (False, True):
             same(original, torch.load(f"{directory}/{i}.cpp.pt", weights_only=True, mmap=mmap), {})
     print(f"{count} structures equal")
+
+
+def resave(count, directory):
+    for i in range(count):
+        loaded = torch.load(f"{directory}/{i}.pt", weights_only=True)
+        same(loaded, torch.load(f"{directory}/{i}.pt", weights_only=True, mmap=True), {})
+        torch.save(loaded, f"{directory}/{i}.back.pt")
 
 
 # --- training
@@ -239,4 +267,5 @@ if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     {"structures": lambda seed, count, directory: structures(int(seed), int(count), directory),
      "compare": lambda count, directory: compare(int(count), directory),
+     "resave": lambda count, directory: resave(int(count), directory),
      "train": train, "go_on": go_on, "golden": golden}[command](*arguments)

@@ -39,7 +39,8 @@ using StorageLoader = std::function<c10::Storage(const std::string& key)>;
 /// Throws CheckpointError beginning with `where`, with the byte and what stands there, for anything but None,
 /// bool, int (64 bits), float, str, bytes, list, tuple, dict, OrderedDict (attributes are dropped), set
 /// (becomes a list), torch.Size (a tuple), tensors and parameters (become tensors on the CPU that require no
-/// gradient). Memory stays in proportion to data.size(); shapes are checked against their storages.
+/// gradient). Memory beside the storages is at most 16 MiB + 16 * data.size(); shapes are checked against their
+/// storages.
 State unpickle(std::string_view data, const StorageLoader& load_storage, const std::string& where);
 
 }  // namespace ddp::io
