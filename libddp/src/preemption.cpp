@@ -61,8 +61,13 @@ struct Preemption::Impl {
   bool agreed = false;
   bool told = false;
 
+  // Where ranks were asked to stop, one more signal is an echo of the request, and its default action would kill a rank
+  // that has saved and is about to end.
   void restore() {
-    for (auto it = old_actions.rbegin(); it != old_actions.rend(); ++it) ::sigaction(it->first, &it->second, nullptr);
+    const bool stopping = agreed || g_stop;
+    for (auto it = old_actions.rbegin(); it != old_actions.rend(); ++it) {
+      if (!stopping || it->second.sa_handler != SIG_DFL) ::sigaction(it->first, &it->second, nullptr);
+    }
     g_in_use = false;
   }
 };
@@ -90,6 +95,7 @@ Preemption::Preemption(const ProcessGroup& group, Options options)
       impl_->restore();
       throw refuse(fmt::format("{} cannot be caught: {}", signal_name(signal), std::strerror(error)));
     }
+    if (old.sa_handler == on_signal) old.sa_handler = SIG_DFL;  // left by an earlier one
     impl_->old_actions.emplace_back(signal, old);
   }
 }

@@ -5,15 +5,19 @@
 #include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
+#include <future>
 #include <memory>
 #include <optional>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -253,6 +257,25 @@ class Meeting {
   const Clock::time_point deadline_;
 };
 
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+// TCPStore waits without limit for the first answer of whoever accepts the connection, and that may be no store: it is
+// made on a thread that can be left alone.
+StorePtr make_store(const Env& env, const c10d::TCPStoreOptions& options) {
+  auto promise = std::make_shared<std::promise<StorePtr>>();
+  auto store = promise->get_future();
+  std::thread([promise, host = env.master_addr, options] {
+    try {
+      promise->set_value(c10::make_intrusive<c10d::TCPStore>(host, options));
+    } catch (...) {
+      promise->set_exception(std::current_exception());
+    }
+  }).detach();
+  // It gives up by itself when nobody accepts.
+  if (store.wait_for(options.timeout + std::chrono::seconds(1)) == std::future_status::ready) return store.get();
+  throw std::runtime_error("somebody accepts connections and says nothing");
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const Env& env, milliseconds timeout) {
@@ -264,7 +287,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Env& env, milliseconds timeo
   options.timeout = timeout;
   if (options.isServer) options.masterListenFd = listen_on(env);
   try {
-    return c10::make_intrusive<c10d::TCPStore>(env.master_addr, options);
+    return make_store(env, options);
   } catch (const std::exception& e) {
     throw TimeoutError(fmt::format("{}: no store answers at {} within {:.3g} s: {}; is rank 0 running there?",
                                    who(env.place()), endpoint(env), std::chrono::duration<double>(timeout).count(),
@@ -278,7 +301,24 @@ std::string meet(c10d::Store& store, const Place& place, const std::string& trai
   } catch (const Error&) {
     throw;
   } catch (const std::exception& e) {
-    throw CommError(fmt::format("{}: the store was lost while ranks were joining: {}", who(place), error_text(e)));
+    throw CommError(fmt::format("{}: ranks were joining when a call to the store failed: {}{}", who(place),
+                                error_text(e), lost_store(store)));
+  }
+}
+
+std::string lost_store(c10d::Store& store) {
+  try {
+    store.check({"libddp/alive"});
+    return "";
+  } catch (const std::exception&) {
+    auto* prefixed = dynamic_cast<c10d::PrefixStore*>(&store);
+    const auto inner = prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore() : nullptr;
+    const auto* tcp = dynamic_cast<const c10d::TCPStore*>(inner ? inner.get() : &store);
+    const std::string place = tcp != nullptr ? fmt::format(" at {}:{}", tcp->getHost(), tcp->getPort()) : "";
+    return fmt::format(
+        ": the store{} is lost, since the process that serves it, rank 0 or torchrun, has ended; look at "
+        "its output and start all ranks again",
+        place);
   }
 }
 

@@ -22,4 +22,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Env& env, std::chrono::milli
 /// an answer of rank 0 that contains it, and rank 0 goes on only when every rank has acknowledged the same answer.
 std::string meet(c10d::Store& store, const Place& place, const std::string& traits, std::chrono::milliseconds timeout);
 
+/// "" while `store` answers; else ": the store at HOST:PORT is lost, ..." with the remedy, to end a message with.
+std::string lost_store(c10d::Store& store);
+
 }  // namespace ddp::detail

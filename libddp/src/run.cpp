@@ -53,6 +53,14 @@ std::string report_of(const std::string& message) {
   return fmt::format("[ddp::run] {}: {}", place, message);
 }
 
+// In the form of Python's @record, which has no word for a consequence: torchrun passes over "secondary", ddprun reads it.
+std::string report_json(const std::string& message, long timestamp_s, bool is_consequence) {
+  nlohmann::json extra = {{"py_callstack", message}, {"timestamp", std::to_string(timestamp_s)}};
+  if (is_consequence) extra["secondary"] = true;
+  const nlohmann::json report = {{"message", {{"message", message}, {"extraInfo", extra}}}};
+  return report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);  // a message may be no UTF-8
+}
+
 void write_error_file(const std::string& report, bool is_consequence) {
   const char* path = std::getenv("TORCHELASTIC_ERROR_FILE");
   if (path == nullptr || *path == '\0') return;
@@ -63,7 +71,7 @@ void write_error_file(const std::string& report, bool is_consequence) {
   const long seconds = std::chrono::duration_cast<std::chrono::seconds>(now).count() + (is_consequence ? 2 : 0);
   errno = 0;
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << error_report_json(report, seconds);
+  file << report_json(report, seconds, is_consequence);
   file.close();
   if (!file)
     detail::write_stderr_line(
@@ -110,10 +118,7 @@ int detail::run(const std::function<int()>& body) {
 }
 
 std::string error_report_json(const std::string& message, long timestamp_s) {
-  const nlohmann::json report = {
-      {"message",
-       {{"message", message}, {"extraInfo", {{"py_callstack", message}, {"timestamp", std::to_string(timestamp_s)}}}}}};
-  return report.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);  // a message may be no UTF-8
+  return report_json(message, timestamp_s, false);
 }
 
 }  // namespace ddp

@@ -15,6 +15,7 @@
 #include "ddp/error.h"
 #include "ddp/run.h"
 #include "support/catch.h"
+#include "support/launch.h"
 #include "support/spawn.h"
 
 namespace {
@@ -22,8 +23,6 @@ namespace {
 using namespace ddp::test;
 
 int env_int(const char* name) { return std::atoi(std::getenv(name)); }
-
-bool has_program(const std::string& name) { return run_command({"sh", "-c", "command -v " + name}).ok(); }
 
 bool alive(pid_t pid) { return ::kill(pid, 0) == 0; }
 
@@ -45,13 +44,12 @@ std::vector<pid_t> pids_in(const std::filesystem::path& file) {
   return pids;
 }
 
-std::vector<std::string> lines_with(const std::string& text, const std::string& part) {
-  std::vector<std::string> found;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    if (line.find(part) != std::string::npos) found.push_back(line);
-  }
-  return found;
+// What stands before a program's name.
+Words mpirun(int ranks, const Words& arguments = {}) {
+  Words words = Words{"mpirun", "-np", std::to_string(ranks)} + arguments;
+  if (::geteuid() == 0) words.push_back("--allow-run-as-root");
+  if (std::thread::hardware_concurrency() < 2) words.push_back("--oversubscribe");  // a slot is a core
+  return words;
 }
 
 }  // namespace
@@ -155,9 +153,7 @@ TEST_CASE("launch: a restart by torchrun is counted", "[launch][torchrun]") {
 
 TEST_CASE("launch: ranks of mpirun on one host agree on a meeting place", "[launch][mpirun]") {
   if (!has_program("mpirun")) DDP_SKIP("no mpirun (apt-get install openmpi-bin)");
-  std::vector<std::string> mpirun = {"mpirun", "--bind-to", "none", "--oversubscribe", "-np", "2"};
-  if (::geteuid() == 0) mpirun.push_back("--allow-run-as-root");
-  const Result result = run_command(mpirun + program("print_env"));
+  const Result result = run_command(mpirun(2) + program("print_env"));
   INFO(result.describe());
   CHECK(result.exit_code == 0);
   const auto lines = lines_with(result.output, "launched by=Open MPI");
@@ -172,9 +168,37 @@ TEST_CASE("launch: ranks of mpirun on one host agree on a meeting place", "[laun
   CHECK(places.size() == 1);
 
   const Result given =
-      run_command(mpirun + std::vector<std::string>{"-x", "MASTER_ADDR=10.1.2.3", "-x", "MASTER_PORT=29511"} +
-                  program("print_env"));
+      run_command(mpirun(2, {"-x", "MASTER_ADDR=10.1.2.3", "-x", "MASTER_PORT=29511"}) + program("print_env"));
   CHECK(lines_with(given.output, "at=10.1.2.3:29511").size() == 2);
+}
+
+TEST_CASE("launch: mpirun -np 2 ./mini_train trains, with the losses of Python's DDP and nothing set",
+          "[launch][mpirun]") {
+  if (!has_program("mpirun")) DDP_SKIP("no mpirun (apt-get install openmpi-bin)");
+  const Result result = run_command(mpirun(2) + Words{test_bin("mini_train")}, {.env = {{"OMP_NUM_THREADS", "1"}}});
+  INFO(result.describe());
+  CHECK(result.exit_code == 0);
+  CHECK_THAT(result.output, ContainsSubstring("world of 2 (Open MPI)"));
+  check_losses_of_two_ranks(result.output);
+
+  const Result four = run_command(mpirun(4, {"--oversubscribe"}) + Words{test_bin("mini_train"), "--steps", "2"},
+                                  {.env = {{"OMP_NUM_THREADS", "1"}}});
+  INFO(four.describe());
+  CHECK(four.exit_code == 0);
+  CHECK_THAT(four.output, ContainsSubstring("world of 4 (Open MPI)") && ContainsSubstring("replicas equal: yes"));
+}
+
+TEST_CASE("launch: torchrun with a static address trains, with the losses of Python's DDP", "[launch][torchrun]") {
+  const auto python = test_python();
+  if (!python) DDP_SKIP("no Python with torch (LIBDDP_TEST_PYTHON)");
+  const Result result = run_command({*python, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2",
+                                     "--rdzv-backend", "static", "--master-addr", "127.0.0.1", "--master-port",
+                                     std::to_string(free_port()), "--no-python", test_bin("mini_train")},
+                                    {.deadline = 60s});
+  INFO(result.describe());
+  CHECK(result.exit_code == 0);
+  CHECK_THAT(result.output, ContainsSubstring("world of 2 (torchrun)"));
+  check_losses_of_two_ranks(result.output);
 }
 
 TEST_CASE("spawn: ranks get torchrun's variables and their results come back", "[spawn]") {

@@ -29,7 +29,7 @@ struct Lines {
 
 }  // namespace
 
-TEST_CASE("each of the signals is a request, named once in the log; afterwards the old handlers are back") {
+TEST_CASE("each of the signals is a request, named once in the log, afterwards the old handlers are back") {
   ddp::ProcessGroup alone;
   for (int signal : {SIGTERM, SIGINT, SIGUSR1}) {
     std::signal(signal, [](int) { g_old_handler_ran = 1; });
@@ -84,6 +84,21 @@ TEST_CASE("only one at a time, and only signals that can be caught") {
   CHECK(before.sa_handler == after.sa_handler);
   CHECK_THROWS_AS(Preemption(alone, {.every = 0}), ddp::ConfigError);
   CHECK_NOTHROW(Preemption(alone));
+}
+
+TEST_CASE("after a stop an echo does no harm, without one the default action is back") {
+  auto later = [](bool stop) {
+    return spawn_ranks(1, [=](int) {
+      for (int life = 0; life < 2; ++life) {
+        Preemption preemption(ddp::ProcessGroup{});
+        if (stop) ::kill(::getpid(), SIGTERM);
+        DDP_CHECK(preemption.requested() == stop);
+      }
+      ::kill(::getpid(), SIGTERM);
+    })[0];
+  };
+  CHECK(later(true).ok());
+  CHECK(later(false).signal == SIGTERM);
 }
 
 TEST_CASE("a second signal ends the process at once, its echo does not") {

@@ -37,7 +37,8 @@ class Preemption {
   /// Installs the handlers, which only set a flag. Throws ConfigError for a signal that cannot be caught, for
   /// every < 1, or while another Preemption lives. Not collective.
   explicit Preemption(const ProcessGroup& group, Options options = {});
-  /// Restores the handlers that were there before.
+  /// Restores the handlers that were there before. After a stop, signals that had their default action stay caught, so
+  /// that an echo does not kill a rank which has saved; the second one, `again_after` later, still ends the process.
   ~Preemption();
   Preemption(const Preemption&) = delete;
   Preemption& operator=(const Preemption&) = delete;
