@@ -56,3 +56,19 @@ TEST_CASE("fused SGD refuses sparse gradients, and clears gradients as asked") {
   optim.zero_grad();
   CHECK(!p[0].grad().defined());
 }
+
+TEST_CASE("fused SGD maximizes as Python's: the negated gradient, before weight decay") {
+  const auto p = parameters(), q = parameters();
+  ddp::SGD up(p, {.lr = 0.02, .momentum = 0.9, .weight_decay = 0.1, .maximize = true});
+  torch::optim::SGD down(q, torch::optim::SGDOptions(0.02).momentum(0.9).weight_decay(0.1));
+  for (int i = 0; i < 4; ++i) {
+    for (const auto& each : {p, q}) {
+      for (const Tensor& one : each) one.mutable_grad().reset();
+    }
+    (p[0].square().sum() + p[1].sum()).backward();
+    (-(q[0].square().sum() + q[1].sum())).backward();
+    up.step(), down.step();
+  }
+  for (int i : {0, 1}) CHECK(torch::allclose(p[i], q[i], 1e-5, 1e-6));
+  CHECK(p[0].norm().item<float>() > parameters()[0].norm().item<float>());
+}
