@@ -5,6 +5,7 @@
 //
 // --reducer overlap averages while backward runs, naive after it, none not at all: the same program without any
 // communication, the floor. step(overlap) - step(none) is exposed communication, step(naive) - step(none) all of it.
+// --update sharded: ranks of one host hold parameters and optimizer state once, and each updates its part (shard_over).
 //
 // Lines: the loss of the first five steps on rank 0 (Python DDP's for the same options: peers/step.py), then
 //   step, forward, backward, update   ms: median, p10 and p90 over the steps after the warm-up, of the slowest rank
@@ -22,6 +23,7 @@
 #include "ddp/cpu_allocator.h"
 #include "ddp/ddp.h"
 #include "harness/measure.h"
+#include "harness/trained.h"
 
 namespace {
 
@@ -37,6 +39,7 @@ struct Options {
   int64_t warmup = 20;
   std::string reducer = "overlap";
   std::string optimizer = "adam";
+  std::string update = "whole";
   std::string allocator = "caching";
   std::string backend = "auto";
   double bucket_cap_mb = 25;
@@ -68,6 +71,7 @@ Options parse(int argc, char** argv) {
       ("warmup", option(options.warmup), "before them, not in the medians")
       ("reducer", option(options.reducer), "overlap, naive or none")
       ("optimizer", option(options.optimizer), "adam (fused) or none")
+      ("update", option(options.update), "whole: each rank updates all; sharded: each its part (Adam's shard_over)")
       ("allocator", option(options.allocator), "caching: ddp::use_caching_cpu_allocator; default: c10's own")
       ("backend", option(options.backend), "auto, shm, gloo or nccl")
       ("bucket-cap-mb", option(options.bucket_cap_mb), "size of the gradient buckets")
@@ -80,64 +84,18 @@ Options parse(int argc, char** argv) {
   require_one_of("model", options.model, {"linear", "stack"});
   require_one_of("reducer", options.reducer, {"overlap", "naive", "none"});
   require_one_of("optimizer", options.optimizer, {"adam", "none"});
+  require_one_of("update", options.update, {"whole", "sharded"});
   require_one_of("allocator", options.allocator, {"caching", "default"});
+  if (options.update == "sharded" && options.reducer == "none") {
+    throw ddp::ConfigError(
+        "[bench_step] --update sharded needs averaged gradients: each rank would update its part by gradients of its "
+        "own; choose --reducer overlap or naive");
+  }
   if (options.steps < 1 || options.warmup < 0 || options.layers < 1) {
     throw ddp::ConfigError("[bench_step] --steps and --layers are at least 1, --warmup at least 0");
   }
   return options;
 }
-
-struct NetImpl : torch::nn::Module {
-  NetImpl(int64_t dim, int64_t layers, bool relu) : relu(relu) {
-    for (int64_t i = 0; i < layers; ++i) {
-      linears.push_back(register_module("linear" + std::to_string(i), torch::nn::Linear(dim, dim)));
-    }
-  }
-
-  torch::Tensor forward(torch::Tensor x) {
-    for (auto& linear : linears) {
-      x = linear->forward(x);
-      if (relu) x = torch::relu(x);
-    }
-    return x;
-  }
-
-  std::vector<torch::nn::Linear> linears;
-  bool relu;
-};
-TORCH_MODULE(Net);
-
-// The model, with or without the wrapper.
-class Trained {
- public:
-  Trained(const Options& options, const ddp::ProcessGroup& group)
-      : naive_(options.reducer == "naive"),
-        net_(options.dim, options.model == "stack" ? options.layers : 1, options.model == "stack") {
-    if (options.reducer == "none") {
-      net_->to(group.device());
-    } else {
-      ddp_.emplace(net_, group, ddp::DistributedDataParallelOptions{.bucket_cap_mb = options.bucket_cap_mb});
-    }
-  }
-
-  torch::Tensor forward(const torch::Tensor& x) {
-    if (!ddp_) return net_->forward(x);
-    auto guard = ddp_->no_sync(naive_);
-    return ddp_->forward(x);
-  }
-  void zero_grad() { ddp_ ? ddp_->zero_grad() : net_->zero_grad(); }
-  void backward(torch::Tensor loss) {
-    loss.backward();
-    if (naive_) ddp_->reduce_gradients();
-  }
-  bool replicas_equal() const { return !ddp_ || ddp::replicas_equal(*ddp_); }
-  std::vector<torch::Tensor> parameters() const { return net_->parameters(); }
-
- private:
-  bool naive_;
-  Net net_;
-  std::optional<ddp::DistributedDataParallel<Net>> ddp_;
-};
 
 // Milliseconds of every measured step of this rank.
 struct Times {
@@ -179,9 +137,19 @@ int measure(const Options& options) {
   if (options.allocator == "caching") ddp::use_caching_cpu_allocator();  // as the examples do
   auto group = ddp::ProcessGroup::from_env({.backend = options.backend});
   ddp::seed_all(options.seed, group);
-  Trained model(options, group);
+  const bool stack = options.model == "stack";
+  bench::Trained model({.dim = options.dim,
+                        .layers = stack ? options.layers : 1,
+                        .relu = stack,
+                        .reducer = options.reducer,
+                        .bucket_cap_mb = options.bucket_cap_mb},
+                       group);
   std::optional<ddp::Adam> optim;
-  if (options.optimizer == "adam") optim.emplace(model.parameters(), ddp::AdamOptions{.lr = options.lr});
+  if (options.optimizer == "adam") {
+    ddp::AdamOptions of_adam{.lr = options.lr};
+    if (options.update == "sharded") of_adam.shard_over = group;
+    optim.emplace(model.parameters(), of_adam);
+  }
   auto x = torch::randn({options.batch, options.dim}).to(group.device());
   auto y = torch::randn({options.batch, options.dim}).to(group.device());
 
@@ -231,6 +199,7 @@ int measure(const Options& options) {
                     {"ranks", group.size()},
                     {"backend", group.backend()},
                     {"threads", at::get_num_threads()},
+                    {"update", optim && optim->is_sharded() ? "sharded" : "whole"},
                     {"allocator", options.allocator},
                     {"bucket_cap_mb", options.bucket_cap_mb},
                     {"parameter_bytes", parameter_bytes},

@@ -66,12 +66,18 @@ Tensor clip_grad_norm(detail::Replica& replica, double max_norm) {
   replica.require_synchronised("clip_grad_norm");
   torch::NoGradGuard no_grad;
   std::vector<Tensor> gradients;
+  gradients.reserve(replica.parameters().size());
   for (const auto& [name, parameter] : replica.parameters()) {
     if (parameter.grad().defined()) gradients.push_back(parameter.grad());
   }
   if (gradients.empty()) return torch::zeros({}, replica.parameters().front().second.options().requires_grad(false));
   const Tensor norm = torch::stack(at::_foreach_norm(gradients, 2)).norm(2);
-  at::_foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_max(1.0));
+  // Python's `max_norm / tensor` is the reciprocal times max_norm, which is not always the quotient's bits.
+  const Tensor factor = ((norm + 1e-6).reciprocal() * max_norm).clamp_max(1.0);
+  // On the CPU the factor is known, and a second pass that multiplies by exactly 1 is left out: it would change no bit.
+  // On a GPU reading it would be a wait. (The fused optimizers could scale on their way, but by a division: other bits.)
+  if (factor.is_cpu() && factor.item<double>() == 1.0) return norm;
+  at::_foreach_mul_(gradients, factor);
   return norm;
 }
 

@@ -32,7 +32,7 @@ void each_word(Filled& block, Visit visit) {
 
 }  // namespace
 
-TEST_CASE("CPU allocator: eight threads allocate, write, pass on, check and free; the counts stay exact") {
+TEST_CASE("CPU allocator: eight threads allocate, write, pass on, check and free, the counts stay exact") {
   run_ranks(
       1,
       [](int) {

@@ -12,11 +12,13 @@
 
 namespace ddp {
 
-/// Scales gradients so that their total norm is at most `max_norm`, as torch::nn::utils::clip_grad_norm_: factor
-/// max_norm / (norm + 1e-6), at most 1. Returns the norm before clipping, a scalar on the gradients' device, the same
-/// bits on each rank. A parameter that is registered twice (tied weights) counts once. When the norm is not finite
-/// nothing is scaled away: the gradients become non-finite on all ranks alike; test the result before stepping.
-/// Throws Error while gradients of `no_sync` passes have not been averaged. Requires: max_norm > 0.
+/// Scales gradients so that their total norm is at most `max_norm`, with the bits of torch.nn.utils.clip_grad_norm_ in
+/// Python (gradients of one dtype): factor max_norm / (norm + 1e-6), at most 1. Returns the norm before clipping, a
+/// scalar on the gradients' device, the same bits on each rank. On the CPU gradients within the limit are only read; on
+/// a GPU nothing waits. A parameter that is registered twice (tied weights) counts once. A norm that is not finite is no
+/// norm: NaN makes all gradients NaN, infinity makes the finite ones 0 and the others NaN, on all ranks alike; test the
+/// result before stepping. Throws ConfigError unless max_norm > 0, and Error while gradients of `no_sync` passes have
+/// not been averaged.
 torch::Tensor clip_grad_norm(detail::Replica& replica, double max_norm);
 template <class M>
 torch::Tensor clip_grad_norm(const DistributedDataParallel<M>& model, double max_norm) {
