@@ -3,6 +3,7 @@
 
   bash cmake/quickstart.sh build && python3 benchmarks/compare.py            all, about a quarter of an hour
   python3 benchmarks/compare.py --quick --only step                          two rounds, fewer steps
+  python3 benchmarks/compare.py --only qwen                                  pretraining, against transformers
   python3 benchmarks/compare.py --backend nccl --ranks 4                     on GPUs; the bars are for 2 ranks on CPU
   python3 benchmarks/compare.py --last old/report.json                       also: ours now against ours then
   python3 benchmarks/compare.py --from build/bench/report.json               write the report again, run nothing
@@ -77,9 +78,12 @@ def obstacle(plan, python):
     for program in sorted(programs - {python}):
         if not os.access(program, os.X_OK):
             return f"{program} is not there; build it with: bash cmake/quickstart.sh build"
+    packages = ["torch"] + ["transformers"] * any(scenario.section == "qwen" for scenario in plan)
     try:
-        if python in programs and subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode:
-            return f"{python} has no torch, which the peers need; name one that has: --python"
+        for package in packages if python in programs else []:
+            found = f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"
+            if subprocess.run([python, "-c", found], stderr=subprocess.DEVNULL).returncode:
+                return f"{python} has no {package}, which the peers need; name one that has: --python"
     except OSError as error:
         return f"{python} does not start ({error.strerror}); name a Python with torch: --python"
     return None
@@ -97,7 +101,8 @@ def measure(options, plan, content):
                 run, done = scenario.runs[name], done + 1
                 slug = "".join(c if c.isalnum() else "-" for c in f"{scenario.name}-{name}-{round_ + 1}")
                 prefix = os.path.join(logs, slug)
-                result = launch.run(run.command, run.ranks, prefix + ".json", prefix, options.deadline)
+                result = launch.run(run.command, run.ranks, prefix + ".json", prefix, options.deadline,
+                                    run.json_option)
                 content["runs"].append(dict(scenario=scenario.name, run=name, round=round_, command=run.command,
                                             ranks=run.ranks, **vars(result)))
                 state = "FAILED: " + result.error.splitlines()[0] if result.error else summary(result.data)
@@ -108,6 +113,8 @@ def measure(options, plan, content):
 def summary(data):
     if "step_ms" in data:
         return f"step {data['step_ms']:.3f} ms"
+    if "tokens_per_s" in data:
+        return f"{data['tokens_per_s']:.0f} tokens/s, {data['peak_rss_mb']:.0f} MiB"
     return ", ".join(f"{row['bytes']}: {row['ms']:.4f} ms" for row in data["rows"])
 
 
@@ -132,9 +139,9 @@ def write_report(options, plan, rows, content):
     lines += report.failure_lines(measured, losses_off)
     lines += report.write_plots(options.out, plan, rows, measured)
     headings = {"step": "Where a step goes", "all_reduce": "All-reduce, float32", "startup": "Start and memory",
-                "scaling": "Scaling model against measurement"}
+                "scaling": "Scaling model against measurement", "qwen": "Pretraining of Qwen2"}
     writers = {"step": report.step_table, "all_reduce": report.all_reduce_table, "startup": report.startup_table,
-               "scaling": scaling_table}
+               "scaling": scaling_table, "qwen": report.qwen_table}
     section = None
     for scenario in plan:
         if scenario.section != section:

@@ -59,8 +59,8 @@ def wait(processes, deadline_s):
         time.sleep(0.05)  # seldom: the ranks want all cores
 
 
-def run(command, ranks, json_path, log_prefix, deadline_s):
-    """`command` + ["--json", json_path] on `ranks` ranks; logs go to <log_prefix>.rank<r>.log."""
+def run(command, ranks, json_path, log_prefix, deadline_s, json_option="--json"):
+    """`command` + [json_option, json_path] on `ranks` ranks; logs go to <log_prefix>.rank<r>.log."""
     for path in [json_path] + [f"{log_prefix}.rank{r}.log" for r in range(ranks)]:
         if os.path.exists(path):
             os.remove(path)
@@ -69,7 +69,7 @@ def run(command, ranks, json_path, log_prefix, deadline_s):
         for rank in range(ranks):
             with open(f"{log_prefix}.rank{rank}.log", "wb") as log:
                 # A session of its own: whatever a rank starts ends with it, and Ctrl-C comes here alone.
-                processes.append(subprocess.Popen(command + ["--json", json_path], env=environment(rank, ranks, port),
+                processes.append(subprocess.Popen(command + [json_option, json_path], env=environment(rank, ranks, port),
                                                   stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                                   start_new_session=True))
         failure = wait(processes, deadline_s)

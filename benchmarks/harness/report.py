@@ -169,6 +169,18 @@ def startup_table(scenario, measured):
     return table(["run", "start of process to end of first step, s", "peak RSS, MiB, fullest rank"], rows)
 
 
+def qwen_table(scenario, measured):
+    rows = []
+    for run in scenario.runs:
+        cells = [run]
+        for metric in ("tokens_per_s", "step_s", "first_step_s", "peak_rss_mb"):
+            found = list(measured.values(scenario.name, run, metric).values())
+            cells.append(number(median(found)) + spread(found) if found else "**failed**")
+        rows.append(cells)
+    header = ["run", "tokens/s: median (min..max of rounds)", "step, s", "start to first step, s", "peak RSS, MiB"]
+    return [f"### {scenario.title}", ""] + table(header, rows) + loss_lines(scenario, measured) + [""]
+
+
 def last_table(rows, measured, last):
     """Ours now and in the last report, on the same machine one hopes; 10 % slower is pointed out."""
     old, lines = Measured(last["runs"]), []

@@ -7,14 +7,16 @@ import os
 
 SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "25 MiB": 25 << 20,
          "64 MiB": 64 << 20}
-SECTIONS = ("step", "all_reduce", "startup", "scaling")
+SECTIONS = ("step", "all_reduce", "startup", "scaling", "qwen")
+ASKED_FOR = ("qwen",)  # runs only when --only names it: its peer needs the package transformers
 
 
 class Run:
-    """`averages`: its losses are those of every other averaging run of the scenario."""
+    """`averages`: its losses are those of every other averaging run of the scenario. `json_option`: what makes it write
+    its result."""
 
-    def __init__(self, command, ranks, averages=False):
-        self.command, self.ranks, self.averages = command, ranks, averages
+    def __init__(self, command, ranks, averages=False, json_option="--json"):
+        self.command, self.ranks, self.averages, self.json_option = command, ranks, averages, json_option
 
 
 class Scenario:
@@ -100,7 +102,9 @@ def plan(options):
             sizes = "64K,256K,1M,4M,25M,64M"
             scaling[f"all_reduce, {n}"] = ours("bench_all_reduce", "--sizes", sizes, "--iterations", 15, ranks=n)
     scenarios.append(Scenario("scaling", "scaling", "prediction against measurement", scaling))
-    scenarios = [s for s in scenarios if not options.only or s.section in options.only]
+    qwen_scenarios, qwen_rows = qwen_plan(options, here, peer_backend)
+    scenarios += qwen_scenarios
+    scenarios = [s for s in scenarios if s.section in (options.only or [n for n in SECTIONS if n not in ASKED_FOR])]
 
     mine, peer, gloo = options.backend, "torch.distributed", "torch.distributed, " + peer_backend
     defaults, fused = "Python DDP, defaults", "Python DDP, fused + bucket view"
@@ -131,8 +135,54 @@ def plan(options):
     for what, metric, bar, aim in (("start to first step, mini-train", "first_step_s", 0.05, 0.02),
                                    ("peak RSS, mini-train", "peak_rss_mib", 0.35, 0.25)):
         rows.append(Row(what, "Python DDP", "startup", "ours", "Python DDP", metric, "at most", bar, aim))
+    rows += qwen_rows
     if options.ranks != 2 or options.backend not in ("auto", "shm"):
         for row in rows:
             row.bar = row.aim = None
     names = {s.name for s in scenarios}
     return scenarios, [row for row in rows if row.scenario in names]
+
+
+def qwen_plan(options, here, peer_backend):
+    """Pretraining of Qwen2, `qwen_pretrain` against transformers under DDP. Weights are drawn differently in Python, so
+    only ours have losses in common; tests/golden compares the models."""
+    repository, steps = os.path.dirname(here), 10 if options.quick else 30
+    text = [os.path.join(repository, folder) for folder in ("libddp", "docs", "examples", "tests", "benchmarks")]
+    library = os.path.join(options.build, "lib", "libqwen_mkl_override.so")
+    same_path = ["/usr/bin/env", "LD_PRELOAD=" + library]
+    scenarios, rows = [], []
+    for preset in ("tiny", "small"):
+        for dtype in ("float32", "bfloat16"):
+            shared = ["--preset", preset, "--dtype", dtype, "--max-steps", str(steps), "--lr", "0.001"]
+            data = ["--data"] + text
+            settings = ["--warmup", "0", "--schedule", "constant", "--sample", "0", "--resume", "never", "--log-every",
+                        "1000000", "--checkpoint-every", "1000000", "--checkpoint-dir",
+                        os.path.join(options.out, "qwen")]
+
+            def ours(kernels):
+                program = [os.path.join(options.build, "bin", "qwen_pretrain"), "--backend", options.backend]
+                return Run(program + shared + settings + ["--kernels", kernels] + data, options.ranks,
+                           averages=dtype == "float32", json_option="--summary")
+
+            peer = [options.python, os.path.join(here, "peers", "qwen_pretrain.py"), "--backend", peer_backend]
+            name = f"qwen_{preset}_{dtype}"
+            runs = {"fused": ours("auto"), "plain": ours("plain"),
+                    "transformers": Run(peer + shared + data, options.ranks)}
+            if os.path.exists(library):
+                for run in ("fused", "transformers"):
+                    runs[run + ", MKL override"] = Run(same_path + runs[run].command, options.ranks,
+                                                       json_option=runs[run].json_option)
+            scenarios.append(Scenario(name, "qwen", f"Qwen2 {preset}, {dtype}", runs))
+
+            def row(what, metric, kind, bar, aim, suffix="", against="transformers + DDP"):
+                rows.append(Row(f"Qwen2 {preset}, {dtype}: {what}", against, name, "fused" + suffix,
+                                "transformers" + suffix, metric, kind, bar, aim))
+
+            bar, aim = (1.35, 1.6) if dtype == "float32" else (1.45, 2.0)
+            row("step", "step_s", "times faster", bar, aim)
+            row("peak RSS", "peak_rss_mb", "at most", 0.4, 0.3)
+            row("start to first step", "first_step_s", "at most", 0.25, 0.1)
+            if os.path.exists(library):
+                bar, aim = (1.25, 1.5) if dtype == "float32" else (None, None)
+                row("step", "step_s", "times faster", bar, aim, ", MKL override", "the same, MKL's path for both")
+    return scenarios, rows

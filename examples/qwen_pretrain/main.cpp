@@ -11,7 +11,7 @@
 //   step   10/150 | loss 5.3324 | lr 7.4e-04 | 8.5k tokens/s | 2:16 left
 //   ...
 //   step  150/150 | loss 1.6013 | lr 3.0e-04 | 9.7k tokens/s | 0:00 left
-//   [ddp] saved runs/tiny/checkpoint_epoch0_step150.pt in 0.04 s
+//   [ddp] saved runs/tiny/checkpoint_epoch0_step150.pt in 0.04 s (9.7 MB)
 //
 // then a sample of text, the path of the checkpoint and that of the loss plot. Ctrl-C (or SIGTERM, SIGUSR1) saves and
 // stops; the same command goes on where it stopped. In Python:

@@ -46,6 +46,10 @@ class Rotary {
     cos_ = both.cos().to(like), sin_ = both.sin().to(like);
   }
 
+  /// {seq, head_dim}; the second half of a row is its first half again.
+  const torch::Tensor& cosine() const { return cos_; }
+  const torch::Tensor& sine() const { return sin_; }
+
   /// `x` is {batch, heads, seq, head_dim}.
   torch::Tensor operator()(const torch::Tensor& x) const {
     const auto halves = x.chunk(2, -1);
@@ -148,6 +152,11 @@ class DecoderImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Decoder);
 
+/// The mean cross-entropy of `logits` {batch, seq, vocab} and the tokens that came next {batch, seq}, in float32.
+inline torch::Tensor next_token_loss(const torch::Tensor& logits, const torch::Tensor& targets) {
+  return torch::nn::functional::cross_entropy(logits.flatten(0, 1).to(torch::kFloat32), targets.flatten());
+}
+
 /// From tokens {batch, seq} to logits {batch, seq, vocab}: at each position, the scores of the token after it.
 class CausalLMImpl : public torch::nn::Module {
  public:
@@ -160,14 +169,22 @@ class CausalLMImpl : public torch::nn::Module {
     initialise(config.initializer_range);
   }
 
-  torch::Tensor forward(const torch::Tensor& tokens) {
-    const auto hidden = model(tokens);
-    // Tied by use: registering the embedding's weight a second time would save it twice and train it apart.
-    return lm_head ? lm_head(hidden) : torch::nn::functional::linear(hidden, model->embed_tokens->weight);
+  /// With `targets` {batch, seq}, next_token_loss itself: what training asks for, because fused/ computes it without the
+  /// logits.
+  virtual torch::Tensor forward(const torch::Tensor& tokens, const torch::Tensor& targets = {}) {
+    const auto logits = head(model(tokens));
+    return targets.defined() ? next_token_loss(logits, targets) : logits;
   }
+
+  /// The weight of the output layer. Tied by use: registering the embedding's a second time would save it twice and
+  /// train it apart.
+  const torch::Tensor& head_weight() const { return lm_head ? lm_head->weight : model->embed_tokens->weight; }
 
   Decoder model{nullptr};
   torch::nn::Linear lm_head{nullptr};
+
+ protected:
+  torch::Tensor head(const torch::Tensor& hidden) const { return torch::nn::functional::linear(hidden, head_weight()); }
 
  private:
   void initialise(double range) {
@@ -182,10 +199,5 @@ class CausalLMImpl : public torch::nn::Module {
   }
 };
 TORCH_MODULE(CausalLM);
-
-/// The mean cross-entropy of `logits` {batch, seq, vocab} and the tokens that came next {batch, seq}, in float32.
-inline torch::Tensor next_token_loss(const torch::Tensor& logits, const torch::Tensor& targets) {
-  return torch::nn::functional::cross_entropy(logits.flatten(0, 1).to(torch::kFloat32), targets.flatten());
-}
 
 }  // namespace qwen

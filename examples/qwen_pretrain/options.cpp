@@ -38,6 +38,7 @@ void validate(const Options& options) {
   require_one_of("lr-scaling", options.lr_scaling, {"none", "linear", "sqrt"});
   require_one_of("schedule", options.schedule, {"constant", "cosine", "linear"});
   require_one_of("dtype", options.dtype, {"float32", "bfloat16"});
+  require_one_of("kernels", options.kernels, {"auto", "fused", "plain"});
   for (const auto& [name, value] : {std::pair{"seq", options.seq},
                                     {"batch", options.batch},
                                     {"accum", options.accum},
@@ -114,6 +115,7 @@ Options parse_options(int argc, char** argv) {
       ("weight-decay", option(options.weight_decay), "of AdamW")
       ("clip", option(options.clip), "largest norm of the gradients; 0: any")
       ("dtype", option(options.dtype), "float32 or bfloat16")
+      ("kernels", option(options.kernels), "fused (CPU only), plain (libtorch's operators) or auto")
       ("log-every", option(options.log_every), "optimizer steps between two reports of the loss")
       ("checkpoint-every", option(options.checkpoint_every), "optimizer steps between two checkpoints")
       ("checkpoint-dir", option(options.checkpoint_dir), "where checkpoints and the loss plot go")

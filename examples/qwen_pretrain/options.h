@@ -29,6 +29,7 @@ struct Options {
   double weight_decay = 0.01;
   double clip = 1.0;  ///< largest norm of the gradients; 0: any
   std::string dtype = "bfloat16";
+  std::string kernels = "auto";  ///< "auto": the fused ones on the CPU, libtorch's operators elsewhere
 
   int64_t log_every = 50;
   int64_t checkpoint_every = 500;

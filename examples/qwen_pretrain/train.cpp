@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 
 #include "../common/summary.h"
 #include "data.h"
 #include "ddp/ddp.h"
+#include "ddp/prefetch.h"
+#include "fused/model.h"
 #include "losses.h"
 #include "model.h"
 #include "plot.h"
@@ -24,8 +27,17 @@ Windows load_data(const Options& options, const Config& config) {
   return {random_tokens(options.random_data * options.seq + 1, config.vocab_size, options.seed), options.seq};
 }
 
-CausalLM make_model(const Options& options, const Config& config) {
-  CausalLM model(config);
+// The fused kernels know the CPU only.
+bool takes_fused_kernels(const Options& options, const torch::Device& device) {
+  if (options.kernels == "fused" && !device.is_cpu()) {
+    throw ddp::ConfigError(
+        c10::str("--kernels is fused, which runs on the CPU, and this run is on ", device, ": take auto or plain"));
+  }
+  return device.is_cpu() && options.kernels != "plain";
+}
+
+CausalLM make_model(const Options& options, const Config& config, const torch::Device& device) {
+  CausalLM model = takes_fused_kernels(options, device) ? fused::make_causal_lm(config) : CausalLM(config);
   model->to(options.dtype == "bfloat16" ? torch::kBFloat16 : torch::kFloat32);
   return model;
 }
@@ -58,8 +70,9 @@ void train(const Options& options, Clock::time_point process_start) {
   const Config config = model_config(options);
   Windows data = load_data(options, config);
   ddp::DistributedSampler sampler(*data.size(), group, {.shuffle = true, .seed = options.seed});
-  auto loader =
-      torch::data::make_data_loader(data, sampler, torch::data::DataLoaderOptions(options.batch).drop_last(true));
+  ddp::Prefetcher loader(
+      sampler, options.batch, data,
+      {.drop_last = true, .depth = static_cast<size_t>(options.accum) + 1, .device = group.device()});
   const int64_t batches = static_cast<int64_t>(sampler.num_samples()) / options.batch;
   const int64_t steps_per_epoch = ceil_div(batches, options.accum);
   if (batches == 0) {
@@ -69,7 +82,7 @@ void train(const Options& options, Clock::time_point process_start) {
   if (options.max_steps > 0) total_steps = std::min(total_steps, options.max_steps);
 
   // Model, optimizer, learning rate.
-  ddp::DistributedDataParallel model(make_model(options, config), group);
+  ddp::DistributedDataParallel model(make_model(options, config, group.device()), group);
   const ddp::lr::BatchPlan plan{.micro_batch = options.batch,
                                 .accumulation = options.accum,
                                 .world_size = group.size(),
@@ -91,7 +104,8 @@ void train(const Options& options, Clock::time_point process_start) {
   ddp::Preemption preemption(group);
 
   const int64_t parameters = count_parameters(model.module());
-  ddp::log::info(group, c10::str("model: ", parameters, " parameters, ", options.dtype));
+  ddp::log::info(group, c10::str("model: ", parameters, " parameters, ", options.dtype, ", ",
+                                 takes_fused_kernels(options, group.device()) ? "fused" : "plain", " kernels"));
   ddp::log::info(group,
                  c10::str("data: ", *data.size(), " windows of ", options.seq, " tokens, ", total_steps, " steps"));
   ddp::log::info(group, ddp::lr::describe(scaling, options.lr, plan));
@@ -104,10 +118,9 @@ void train(const Options& options, Clock::time_point process_start) {
 
   for (auto epoch : ddp::epochs(sampler, done() ? 0 : options.epochs)) {
     auto step_start = Clock::now();
-    for (auto&& [batch, micro] : epoch.accumulate(*loader, options.accum)) {
+    for (auto&& [batch, micro] : epoch.accumulate(loader, options.accum)) {
       auto guard = model.no_sync(!micro.last());
-      const auto logits = model(batch.data.to(group.device()));
-      const auto loss = next_token_loss(logits, batch.target.to(group.device())) / micro.count();
+      const auto loss = model(batch.data, batch.target) / micro.count();
       loss.backward();
       losses.add(loss, micro.last());
       if (!micro.last()) continue;
@@ -151,11 +164,13 @@ void train(const Options& options, Clock::time_point process_start) {
   std::printf("checkpoint: %s\nloss plot: %s\n", checkpoints.last_saved()->c_str(), plot.c_str());
 
   const double step_median = example::median(step_s);
+  const double all_steps = std::accumulate(step_s.begin(), step_s.end(), 0.0);
   example::write_summary(options.summary,
                          {{"params", parameters},
                           {"step_s", step_median},
                           {"tokens_per_s", static_cast<double>(plan.effective() * options.seq) / step_median},
                           {"first_step_s", first_step_s},
+                          {"data_wait", loader.waited() / all_steps},  // the share of the time of all steps
                           {"first_loss", losses.values().front()},
                           {"last_loss", losses.last()},
                           {"peak_rss_mb", example::peak_rss_mb()},
