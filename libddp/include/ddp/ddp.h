@@ -51,13 +51,16 @@
 
 // data
 #include "ddp/distributed_sampler.h"
+#include "ddp/for_each_tensor.h"
+#include "ddp/prefetch.h"
 
 // model
-#include "ddp/for_each_tensor.h"
 #include "ddp/distributed_data_parallel.h"
+#include "ddp/sync_batch_norm.h"
 #include "ddp/grad.h"
 
 // optimizer
+#include "ddp/fused_optimizer.h"
 #include "ddp/fused_adam.h"
 #include "ddp/fused_sgd.h"
 #include "ddp/lr_scaling.h"
@@ -68,10 +71,12 @@
 #include "ddp/atomic_file.h"
 #include "ddp/stateful.h"
 #include "ddp/checkpointer.h"
+#include "ddp/safetensors.h"
 
 // loop
 #include "ddp/preemption.h"
 #include "ddp/loop.h"
+#include "ddp/join.h"
 #include "ddp/meter.h"
 #include "ddp/profile.h"
 // clang-format on
