@@ -249,52 +249,41 @@ set_up() {
 
 # ---- 4. what it is for -------------------------------------------------------------------------------------------
 
-# A signal for the run goes to the workers, once each, and not to torchrun, which would neither wait for them nor end
-# without a stack trace. They live in sessions of their own, so the terminal's Ctrl-C has not reached them.
+# A signal for the run goes to the ranks, once each. ddprun passes it on. torchrun would neither wait for them nor end
+# without a stack trace, so there it goes to the workers themselves, which live in sessions of their own.
 pass_on() {
-  local workers=("${rank_pids[@]}")
-  # shellcheck disable=SC2207
-  if [[ -n $launcher ]]; then workers+=($(cat /proc/"$launcher"/task/*/children 2>/dev/null)); fi
+  local to=("$launcher")
   ((++signals))
-  if ((signals > 1)); then # not patient: the second signal makes a worker leave without saving
-    if [[ -n $launcher ]]; then kill -KILL "$launcher" 2>/dev/null || true; fi
-    say "stopping at once; the last checkpoint stands"
+  if [[ -n $LIBTORCH_PYTHON ]]; then
+    # shellcheck disable=SC2207
+    to=($(cat /proc/"$launcher"/task/*/children 2>/dev/null))
+    if ((signals > 1 || ${#to[@]} == 0)); then kill -KILL "$launcher" 2>/dev/null || true; fi
   fi
-  if ((${#workers[@]})); then
-    kill "-$1" "${workers[@]}" 2>/dev/null || true
-  elif [[ -n $launcher ]]; then
-    kill -KILL "$launcher" 2>/dev/null || true # it has not started any yet
-  fi
+  # Not patient: the second signal makes a rank leave without saving.
+  if ((signals > 1)); then say "stopping at once; the last checkpoint stands"; fi
+  if ((${#to[@]})); then kill "-$1" "${to[@]}" 2>/dev/null || true; fi
 }
 
-# launch N PROGRAM ARGUMENT...: under torchrun, or without Python as torchrun would.
+# launch N PROGRAM ARGUMENT...: under torchrun, or without Python under ddprun.
 launch() {
-  local n=$1 port rank status=0 before one pid
+  local n=$1 status before
   shift
-  launcher="" rank_pids=() signals=0
+  signals=0
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  set -m # a process group for each: Ctrl-C comes here alone and is passed on
+  set -m # a process group for the launcher: Ctrl-C comes here alone and is passed on
   if [[ -n $LIBTORCH_PYTHON ]]; then
     "$LIBTORCH_PYTHON" -m torch.distributed.run --standalone --no-python --nproc-per-node "$n" "$@" </dev/null &
-    launcher=$!
   else
-    port=$((20000 + RANDOM % 10000))
-    for ((rank = 0; rank < n; ++rank)); do
-      RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=$n LOCAL_WORLD_SIZE=$n MASTER_ADDR=127.0.0.1 MASTER_PORT=$port \
-        "$@" </dev/null &
-      rank_pids+=($!)
-    done
+    "$build/bin/ddprun" -n "$n" "$@" </dev/null &
   fi
+  launcher=$!
   set +m
   trap 'pass_on INT' INT
   trap 'pass_on TERM' TERM HUP
-  for pid in "${rank_pids[@]}" $launcher; do
-    while :; do # a trapped signal ends `wait` early: then wait again
-      before=$signals one=0
-      wait "$pid" 2>/dev/null || one=$?
-      if ((signals == before)); then break; fi
-    done
-    if ((one != 0 && status == 0)); then status=$one; fi
+  while :; do # a trapped signal ends `wait` early: then wait again
+    before=$signals status=0
+    wait "$launcher" 2>/dev/null || status=$?
+    if ((signals == before)); then break; fi
   done
   trap - INT TERM HUP
   return "$status"
@@ -311,7 +300,7 @@ given() {
 }
 
 train() {
-  set_up qwen_pretrain
+  set_up qwen_pretrain ddprun
   local ranks=${LIBDDP_TRAIN_RANKS:-2} directory=${LIBDDP_TRAIN_DIR:-$repo/runs/tiny} arguments=()
   given --preset "$@" || arguments+=(--preset tiny)
   given --data "$@" || given --random-data "$@" || arguments+=(--data "${LIBDDP_TRAIN_DATA:-$LIBTORCH_ROOT/include}")

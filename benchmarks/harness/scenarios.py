@@ -59,6 +59,8 @@ def plan(options):
         if peer_backend == "gloo":
             plain = ours("bench_step", *model, *count, "--allocator", "default", averages=True)
             runs["overlap, default allocator"] = plain
+        if options.backend in ("auto", "shm"):
+            runs["overlap, shared state"] = ours("bench_step", *model, *count, "--update", "sharded", averages=True)
         if peer_backend == "gloo" and options.backend != "gloo":
             runs["overlap, gloo"] = ours("bench_step", *model, *count, backend="gloo", averages=True)
         if defaults:
@@ -110,18 +112,21 @@ def plan(options):
     defaults, fused = "Python DDP, defaults", "Python DDP, fused + bucket view"
     rows = []
 
-    def step_row(what, scenario, against, theirs_, bar, aim):
+    def step_row(what, scenario, against, theirs_, bar, aim, shared=False):
         rows.append(Row(what, against, scenario, "overlap", theirs_, "step_ms", "at most", bar, aim))
+        if shared and options.backend in ("auto", "shm"):  # weights and optimizer state once per host: shard_over
+            rows.append(Row(what + ", shared state", against, scenario, "overlap, shared state", theirs_, "step_ms",
+                            "at most", bar, aim))
 
     def all_reduce_row(size, bar, aim, scenario="all_reduce", suffix=""):
         metric = f"ms@{SIZES[size]}"
         rows.append(Row(f"all-reduce, {size}{suffix}", gloo, scenario, mine, peer, metric, "times faster", bar, aim))
 
     step_row("mini-train step", "mini", defaults, defaults, 0.40, 0.30)
-    step_row("mini-train step", "mini", fused, fused, 0.50, 0.40)
+    step_row("mini-train step", "mini", fused, fused, 0.50, 0.40, shared=True)
     step_row("mini-train step", "mini", "the same without communication", "none", 1.3, 1.05)
-    step_row("step of Linear(4096), batch 32", "wide", fused, fused, 0.5, 0.35)
-    step_row("step of 24 x Linear(512) + ReLU, batch 32", "stack", fused, fused, 0.7, 0.5)
+    step_row("step of Linear(4096), batch 32", "wide", fused, fused, 0.5, 0.35, shared=True)
+    step_row("step of 24 x Linear(512) + ReLU, batch 32", "stack", fused, fused, 0.7, 0.5, shared=True)
     all_reduce_row("4 KiB", 50, 200)
     all_reduce_row("64 KiB", 20, 50)
     for size in ("1 MiB", "4 MiB"):

@@ -123,7 +123,8 @@ Plan make_plan(const torch::optim::Optimizer& optimizer, const State& state, con
         } else if (const auto* fused = fused_impl(optimizer); fused != nullptr && fused->keeps_master(param)) {
           plan.masters.emplace_back(param, detail::layouts::shaped_like(*found->second, "master", param));
         } else if (!std::exchange(told, true)) {
-          plan.remarks.emplace_back("the float32 masters of the file are not used: the optimizer has no master_weights");
+          plan.remarks.emplace_back(
+              "the float32 masters of the file are not used: the optimizer has no master_weights");
         }
       } catch (const CheckpointError& error) {
         throw CheckpointError(fmt::format("state of parameter {}: {}", numbers[i], error.what()));

@@ -448,8 +448,9 @@ DDP_TEST_PROGRAM(read_hostile_files) {
 }
 
 TEST_CASE("hostile files take no more memory than they may, and no time") {
-  const auto result = ddp::test::run_command(ddp::test::program("read_hostile_files"),
-                                             {.deadline = std::chrono::seconds(100), .env = {{"OMP_NUM_THREADS", "1"}}});
+  const auto result =
+      ddp::test::run_command(ddp::test::program("read_hostile_files"),
+                             {.deadline = std::chrono::seconds(100), .env = {{"OMP_NUM_THREADS", "1"}}});
   INFO(result.describe());
   CHECK(result.ok());
 }

@@ -112,7 +112,8 @@ void Ranks::start(int local) {
   }
   Child child = ddprun::start(host_.program, environment(options, life_, local), host_.signals.old_mask());
   host_.keeper.watch(child.pid);
-  const std::string prefix = options.prefix ? "[" + std::to_string(number) + "] " : "";
+  std::string prefix;
+  if (options.prefix) prefix.append("[").append(std::to_string(number)).append("] ");
   ranks_.push_back({.pid = child.pid,
                     .folder = folder,
                     .out = LineStream(std::move(child.out), host_.output.out(), prefix, std::move(out_log)),
@@ -220,8 +221,8 @@ void Ranks::collect_ended() {
     rank.ending.report = read_error_file(file);
     if (rank.ending.report) rank.ending.at = modified(file, rank.ending.at);
     if (stop_others_at_ != Clock::time_point::max() || !why_stop_.empty()) continue;
-    why_stop_ = std::string("rank ") + std::to_string(rank.ending.rank) + "/" + std::to_string(host_.options.world()) +
-                " ended with " + rank.ending.how();
+    why_stop_.append("rank ").append(std::to_string(rank.ending.rank)).append("/");
+    why_stop_.append(std::to_string(host_.options.world())).append(" ended with ").append(rank.ending.how());
     stop_others_at_ = Clock::now() + kOwnEnd;
   }
 }
