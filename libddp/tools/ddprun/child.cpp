@@ -56,10 +56,13 @@ std::vector<char*> pointers(const std::vector<std::string>& words) {
 
 // Between fork and exec: async-signal-safe calls only.
 [[noreturn]] void become(const char* path, char** arguments, char** environment, pid_t parent, int in, int out, int err,
-                         int status, const sigset_t& mask) {
+                         int status, int keeper, const sigset_t& mask) {
   ::setpgid(0, 0);  // a terminal's Ctrl-C reaches ddprun alone, which passes it on
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(127);  // it died before the line above
+  // The keeper hears of the group from itself, before there is anything to kill in it: ddprun may die at any moment.
+  const pid_t group = ::getpid();
+  [[maybe_unused]] const auto told = ::write(keeper, &group, sizeof group);
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
   ::sigaction(SIGPIPE, &action, nullptr);
@@ -93,7 +96,8 @@ Keeper::~Keeper() {
 }
 
 // A keeper that somebody has killed is missed only when ddprun is killed too.
-void Keeper::tell(pid_t message) {
+void Keeper::forget(pid_t group) {
+  const pid_t message = -group;
   [[maybe_unused]] const auto written = ::write(pipe_.get(), &message, sizeof message);
 }
 
@@ -126,7 +130,7 @@ Program find_program(const std::vector<std::string>& command) {
   return program;
 }
 
-Child start(const Program& program, const std::vector<std::string>& environment, const sigset_t& mask) {
+Child start(const Program& program, const std::vector<std::string>& environment, const sigset_t& mask, Keeper& keeper) {
   auto [out_read, out_write] = make_pipe();
   auto [err_read, err_write] = make_pipe();
   auto [status_read, status_write] = make_pipe();
@@ -140,7 +144,7 @@ Child start(const Program& program, const std::vector<std::string>& environment,
   if (pid < 0) throw system_error("a process cannot be started");
   if (pid == 0) {
     become(program.path.c_str(), const_cast<char**>(arguments.data()), const_cast<char**>(variables.data()), parent,
-           null.get(), out_write.get(), err_write.get(), status_write.get(), mask);
+           null.get(), out_write.get(), err_write.get(), status_write.get(), keeper.fd(), mask);
   }
   ::setpgid(pid, pid);  // here and in the child: whoever comes first
   status_write.close();
@@ -150,6 +154,7 @@ Child start(const Program& program, const std::vector<std::string>& environment,
   }
   if (n > 0) {
     ::waitpid(pid, nullptr, 0);
+    keeper.forget(pid);
     std::string why = std::strerror(error);
     if (error == ENOENT) why = "its interpreter or loader does not exist";
     if (error == ENOEXEC) why = "it is no program of this machine, and has no line \"#!\"";

@@ -20,12 +20,11 @@ class Keeper {
   Keeper(const Keeper&) = delete;
   Keeper& operator=(const Keeper&) = delete;
 
-  void watch(pid_t group) { tell(group); }
-  void forget(pid_t group) { tell(-group); }
+  /// Where a new group writes its number.
+  int fd() const { return pipe_.get(); }
+  void forget(pid_t group);
 
  private:
-  void tell(pid_t message);
-
   Fd pipe_;
   pid_t pid_ = -1;
 };
@@ -51,7 +50,7 @@ struct Child {
 };
 
 /// Starts `program` with exactly this environment ("NAME=VALUE"), no input, the signal mask `mask` and no ignored
-/// SIGPIPE. Throws ProgramError when the system refuses to execute it, std::system_error when a process cannot be made.
-Child start(const Program& program, const std::vector<std::string>& environment, const sigset_t& mask);
+/// SIGPIPE, and in the care of `keeper`. Throws ProgramError when the system refuses to execute it, std::system_error when a process cannot be made.
+Child start(const Program& program, const std::vector<std::string>& environment, const sigset_t& mask, Keeper& keeper);
 
 }  // namespace ddprun

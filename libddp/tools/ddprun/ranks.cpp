@@ -110,8 +110,8 @@ void Ranks::start(int local) {
     out_log = open_log(folder + "/stdout.log");
     err_log = open_log(folder + "/stderr.log");
   }
-  Child child = ddprun::start(host_.program, environment(options, life_, local), host_.signals.old_mask());
-  host_.keeper.watch(child.pid);
+  Child child =
+      ddprun::start(host_.program, environment(options, life_, local), host_.signals.old_mask(), host_.keeper);
   std::string prefix;
   if (options.prefix) prefix.append("[").append(std::to_string(number)).append("] ");
   ranks_.push_back({.pid = child.pid,
