@@ -1,6 +1,6 @@
 #include "bucket_cap.h"
 
-#include <torch/types.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ddp/collectives.h"
+#include "ddp/log.h"
 
 namespace ddp::detail {
 namespace {
@@ -36,6 +37,9 @@ double best_bucket_mb(int64_t gradient_bytes, LinkCost cost) {
   return std::clamp(bytes / kMiB, 1.0, 100.0);
 }
 
+namespace {
+
+// Measured with a few all_reduces; the same on all ranks.
 LinkCost measure_link(const ProcessGroup& group) {
   constexpr int64_t kSmall = 4096, kLarge = int64_t{4} << 20;
   const double small = all_reduce_s(kSmall, 5, group);
@@ -44,6 +48,21 @@ LinkCost measure_link(const ProcessGroup& group) {
   broadcast(cost, group);  // clocks differ over ranks, bucket plans must not
   cost = cost.cpu();
   return {.latency_s = cost[0].item<double>(), .bytes_per_s = cost[1].item<double>()};
+}
+
+}  // namespace
+
+double choose_bucket_mb(const std::vector<std::pair<std::string, torch::Tensor>>& parameters,
+                        const ProcessGroup& group) {
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : parameters) bytes += static_cast<int64_t>(tensor.nbytes());
+  const LinkCost cost = measure_link(group);
+  const double mb = best_bucket_mb(bytes, cost);
+  log::info(group,
+            fmt::format("[ddp::DistributedDataParallel] buckets of {:.1f} MiB: an all_reduce takes {:.2f} ms and "
+                        "{:.2f} GB/s",
+                        mb, cost.latency_s * 1e3, cost.bytes_per_s / 1e9));
+  return mb;
 }
 
 }  // namespace ddp::detail

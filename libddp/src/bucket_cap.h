@@ -1,7 +1,12 @@
 // How large gradient buckets should be on a given connection.
 #pragma once
 
+#include <torch/types.h>
+
 #include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "ddp/process_group.h"
 
@@ -19,7 +24,9 @@ struct LinkCost {
 /// Comput. 22 (1994)).
 double best_bucket_mb(int64_t gradient_bytes, LinkCost cost);
 
-/// Measured with a few all_reduces, less than a second on a slow network; the same on all ranks. Collective.
-LinkCost measure_link(const ProcessGroup& group);
+/// That of the gradients of `parameters`, for what a few all_reduces take: less than a second on a slow network. The same
+/// on all ranks; rank 0 logs it. Collective.
+double choose_bucket_mb(const std::vector<std::pair<std::string, torch::Tensor>>& parameters,
+                        const ProcessGroup& group);
 
 }  // namespace ddp::detail

@@ -13,7 +13,7 @@
 #include "failure_of.h"
 #include "io/file_system.h"
 #include "io/torch_file.h"
-#include "memory_headroom.h"
+#include "memory_limit.h"
 
 namespace ddp::detail {
 namespace {

@@ -38,18 +38,6 @@ void queue_last(int hops, std::function<void()> f) {
   });
 }
 
-double choose_bucket_mb(const std::vector<std::pair<std::string, Tensor>>& parameters, const ProcessGroup& group) {
-  int64_t bytes = 0;
-  for (const auto& [name, tensor] : parameters) bytes += static_cast<int64_t>(tensor.nbytes());
-  const LinkCost cost = measure_link(group);
-  const double mb = best_bucket_mb(bytes, cost);
-  log::info(group,
-            fmt::format("[ddp::DistributedDataParallel] buckets of {:.1f} MiB: an all_reduce takes {:.2f} ms and "
-                        "{:.2f} GB/s",
-                        mb, cost.latency_s * 1e3, cost.bytes_per_s / 1e9));
-  return mb;
-}
-
 }  // namespace
 
 // State that backward reaches from the autograd graph, which may outlive the wrapper.

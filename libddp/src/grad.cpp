@@ -10,6 +10,7 @@
 #include "bytes.h"
 #include "ddp/collectives.h"
 #include "ddp/error.h"
+#include "fingerprint.h"
 
 namespace ddp {
 namespace {
@@ -19,19 +20,18 @@ using Named = std::vector<std::pair<std::string, Tensor>>;
 
 constexpr int64_t kCompareBytes = int64_t{16} << 20;
 
-// FNV-1a over words, with a final mix: any flipped bit changes it.
 int64_t hash_of(const Tensor& tensor) {
   const Tensor bytes = detail::bytes_of(tensor.detach().cpu());
   const auto* data = static_cast<const char*>(bytes.data_ptr());
   const auto size = static_cast<size_t>(bytes.numel());
-  uint64_t hash = 0xcbf29ce484222325 ^ size;
+  detail::Fingerprint fingerprint;
+  fingerprint.add(static_cast<int64_t>(size));
   for (size_t at = 0; at < size; at += 8) {
-    uint64_t word = 0;
+    int64_t word = 0;
     std::memcpy(&word, data + at, std::min<size_t>(8, size - at));
-    hash = (hash ^ word) * 0x100000001b3;
-    hash ^= hash >> 29;
+    fingerprint.add(word);
   }
-  return static_cast<int64_t>(hash);
+  return fingerprint.value();
 }
 
 // Throws when the bits of an entry differ over ranks. `who` is the function, `what` says what the entries are.

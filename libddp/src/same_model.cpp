@@ -3,10 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <sstream>
-
-#include "ddp/collectives.h"
 #include "ddp/error.h"
+#include "first_difference.h"
 
 namespace ddp::detail {
 namespace {
@@ -35,19 +33,11 @@ void require_same_model(const std::vector<std::pair<std::string, torch::Tensor>>
     lines.push_back(fmt::format("buffer {} {}", entry.key(), describe(entry.value())));
   }
   lines.push_back(describe(options));
-  const auto everyone = all_gather_object(fmt::format("{}", fmt::join(lines, "\n")), group);
-  for (int rank = 1; rank < group.size(); ++rank) {
-    if (everyone[rank] == everyone[0]) continue;
-    std::istringstream first(everyone[0]), other(everyone[rank]);
-    std::string expected, found;
-    do {
-      if (!std::getline(first, expected)) expected = "nothing more";
-      if (!std::getline(other, found)) found = "nothing more";
-    } while (expected == found);
+  if (const auto difference = first_difference(lines, group)) {
     throw MismatchError(
         fmt::format("[ddp::DistributedDataParallel] {}: ranks built different models: rank 0 has {}, rank "
                     "{} has {}; build the same module on all ranks, and wrap it with the same options",
-                    group.place().name(), expected, rank, found));
+                    group.place().name(), difference->expected, difference->rank, difference->found));
   }
 }
 

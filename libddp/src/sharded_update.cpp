@@ -4,13 +4,13 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <sstream>
 #include <unordered_set>
 #include <utility>
 
 #include "ddp/collectives.h"
 #include "ddp/error.h"
 #include "ddp/log.h"
+#include "first_difference.h"
 #include "fused_step.h"
 #include "shared_memory_tensors.h"
 
@@ -46,21 +46,11 @@ void require_same_parameters(const std::string& who, const std::vector<Tensor>& 
     lines.push_back(fmt::format("{}[{}] of strides [{}]", c10::toString(parameter.scalar_type()),
                                 fmt::join(parameter.sizes(), ", "), fmt::join(parameter.strides(), ", ")));
   }
-  const auto everyone = all_gather_object(fmt::format("{}", fmt::join(lines, "\n")), group);
-  for (int rank = 1; rank < group.size(); ++rank) {
-    if (everyone[rank] == everyone[0]) continue;
-    std::istringstream first(everyone[0]), other(everyone[rank]);
-    std::string expected, found;
-    int64_t number = -1;
-    do {
-      if (!std::getline(first, expected)) expected = "nothing more";
-      if (!std::getline(other, found)) found = "nothing more";
-      ++number;
-    } while (expected == found);
+  if (const auto difference = first_difference(lines, group)) {
     throw MismatchError(
         fmt::format("{}: shard_over: parameter {} is {} on rank 0 and {} on rank {}; give the same parameters in the "
                     "same order on all ranks",
-                    who, number, expected, found, rank));
+                    who, difference->line, difference->expected, difference->found, difference->rank));
   }
 }
 

@@ -10,7 +10,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
-#include <bit>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -20,22 +19,9 @@
 #include <vector>
 
 #include "ddp/process_group.h"
+#include "fingerprint.h"
 
 namespace ddp::detail {
-
-/// Collects what must be equal on all ranks (FNV-1a over words, with a final mix).
-class Fingerprint {
- public:
-  void add(int64_t value) {
-    hash_ = (hash_ ^ static_cast<uint64_t>(value)) * 0x100000001b3;
-    hash_ ^= hash_ >> 29;
-  }
-  void add(double value) { add(std::bit_cast<int64_t>(value)); }
-  int64_t value() const { return static_cast<int64_t>(hash_); }
-
- private:
-  uint64_t hash_ = 0xcbf29ce484222325;
-};
 
 /// One parameter on shared memory, and this rank's part of it: elements [begin, begin + count) in the order of memory.
 struct Shard {

@@ -9,18 +9,10 @@
 #include "ddp/distributed_data_parallel.h"
 #include "ddp/join.h"
 #include "support/catch.h"
+#include "support/models.h"
 #include "support/spawn.h"
 
 using namespace ddp::test;
-
-namespace {
-
-torch::Tensor pattern(int64_t n, int64_t salt) {
-  const auto i = torch::arange(n, torch::kInt64);
-  return ((i * 37 + salt * 101).remainder(127) - 63).to(torch::kFloat) / 64;
-}
-
-}  // namespace
 
 TEST_CASE("gradients of uneven inputs are those of Python's Join, bit for bit") {
   for (const char* backend : {"gloo", "shm"}) {

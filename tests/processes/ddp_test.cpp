@@ -12,6 +12,7 @@
 #include "ddp/grad.h"
 #include "ddp/log.h"
 #include "support/catch.h"
+#include "support/models.h"
 #include "support/spawn.h"
 
 using namespace ddp::test;
@@ -26,16 +27,6 @@ bool contains(const std::string& text, const std::string& part) { return text.fi
 void in_group(int ranks, const std::function<void(const ProcessGroup&)>& body) {
   run_ranks(ranks, [&](int) { body(ProcessGroup::from_env({.timeout = 20s})); });
 }
-
-// One weight, set to `weight`, no bias.
-torch::nn::Linear one_weight(double weight) {
-  torch::nn::Linear linear(torch::nn::LinearOptions(1, 1).bias(false));
-  torch::NoGradGuard no_grad;
-  linear->weight.fill_(weight);
-  return linear;
-}
-
-Tensor input(double value) { return torch::full({1, 1}, value, torch::kFloat); }
 
 struct TwoImpl : torch::nn::Module {
   TwoImpl() {

@@ -11,6 +11,7 @@
 #include "ddp/fused_adam.h"
 #include "ddp/grad.h"
 #include "support/catch.h"
+#include "support/models.h"
 #include "support/spawn.h"
 
 using namespace ddp::test;
@@ -40,15 +41,6 @@ void all_hear(int ranks, const std::string& backend, const std::function<void(co
     CHECK(result.seconds < kSoon);
   }
 }
-
-torch::nn::Linear one_weight(double weight) {
-  torch::nn::Linear linear(torch::nn::LinearOptions(1, 1).bias(false));
-  torch::NoGradGuard no_grad;
-  linear->weight.fill_(weight);
-  return linear;
-}
-
-Tensor input(double value) { return torch::full({1, 1}, value, torch::kFloat); }
 
 struct TwoImpl : torch::nn::Module {
   TwoImpl() {

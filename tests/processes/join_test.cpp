@@ -12,6 +12,7 @@
 #include "ddp/fused_adam.h"
 #include "ddp/grad.h"
 #include "support/catch.h"
+#include "support/models.h"
 #include "support/spawn.h"
 
 using namespace ddp::test;
@@ -27,13 +28,6 @@ void in_group(int ranks, const std::function<void(const ProcessGroup&)>& body) {
     INFO(backend);
     run_ranks(ranks, [&](int) { body(ProcessGroup::from_env({.backend = backend, .timeout = 20s})); });
   }
-}
-
-torch::nn::Linear one_weight(double weight) {
-  torch::nn::Linear linear(torch::nn::LinearOptions(1, 1).bias(false));
-  torch::NoGradGuard no_grad;
-  linear->weight.fill_(weight);
-  return linear;
 }
 
 // Rank r has r + 1 batches of value r + 1.

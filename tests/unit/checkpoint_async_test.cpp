@@ -6,7 +6,7 @@
 #include <future>
 
 #include "ddp/error.h"
-#include "memory_headroom.h"
+#include "memory_limit.h"
 #include "staging.h"
 #include "support/catch.h"
 #include "support/spawn.h"

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "backend/checks.h"
 #include "backend/pair_messages.h"
 #include "backend/plain.h"
 #include "backend/worker.h"
@@ -22,28 +23,6 @@ using c10d::kUnsetTimeout;
 using shm::Operation;
 using std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-shm::Op to_op(const char* operation, const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::AVG:  // the sum of scaled values, or divided afterwards
-      return shm::Op::kSum;
-    case c10d::ReduceOp::PRODUCT:
-      return shm::Op::kProduct;
-    case c10d::ReduceOp::MIN:
-      return shm::Op::kMin;
-    case c10d::ReduceOp::MAX:
-      return shm::Op::kMax;
-    case c10d::ReduceOp::BAND:
-      return shm::Op::kBitAnd;
-    case c10d::ReduceOp::BOR:
-      return shm::Op::kBitOr;
-    case c10d::ReduceOp::BXOR:
-      return shm::Op::kBitXor;
-    default:
-      refuse(operation, "the shm+gloo backend knows sum, avg, min, max, product and the bitwise operations");
-  }
-}
 
 // What only travels does so as bytes: Gloo refuses some dtypes, and reads other strides wrongly. The memory lives for as
 // long as Gloo has it.
@@ -112,19 +91,19 @@ class Hierarchy : public c10d::Backend {
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     std::vector<Tensor> result{output}, inputs{input};
-    return all_gather({parts_of("all_gather", output)}, inputs, result, options.timeout);
+    return all_gather({checks_.parts_of("all_gather", output)}, inputs, result, options.timeout);
   }
   WorkPtr allgather_into_tensor_coalesced(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
                                           const c10d::AllgatherOptions& options) override {
     std::vector<std::vector<Tensor>> parts;
-    for (const Tensor& output : outputs) parts.push_back(parts_of("all_gather", output));
+    for (const Tensor& output : outputs) parts.push_back(checks_.parts_of("all_gather", output));
     return all_gather(parts, inputs, outputs, options.timeout);
   }
 
   WorkPtr gather(std::vector<std::vector<Tensor>>& outputs, std::vector<Tensor>& inputs,
                  const c10d::GatherOptions& options) override {
     const bool mine = options.rootRank == rank_;
-    const auto parts = mine ? like("gather", outputs.at(0), inputs.at(0)) : std::vector<Tensor>();
+    const auto parts = mine ? checks_.like("gather", outputs.at(0), inputs.at(0)) : std::vector<Tensor>();
     return through_gloo(
         Operation::kGather, options.timeout, parts, parts, inputs,
         [options, mine](c10d::Backend& gloo, std::vector<Tensor>& to, std::vector<Tensor>& from) {
@@ -137,7 +116,7 @@ class Hierarchy : public c10d::Backend {
   WorkPtr scatter(std::vector<Tensor>& outputs, std::vector<std::vector<Tensor>>& inputs,
                   const c10d::ScatterOptions& options) override {
     const bool mine = options.rootRank == rank_;
-    const auto parts = mine ? like("scatter", inputs.at(0), outputs.at(0)) : std::vector<Tensor>();
+    const auto parts = mine ? checks_.like("scatter", inputs.at(0), outputs.at(0)) : std::vector<Tensor>();
     return through_gloo(
         Operation::kScatter, options.timeout, outputs, outputs, parts,
         [options, mine](c10d::Backend& gloo, std::vector<Tensor>& to, std::vector<Tensor>& from) {
@@ -150,29 +129,29 @@ class Hierarchy : public c10d::Backend {
 
   WorkPtr reduce_scatter(std::vector<Tensor>& outputs, std::vector<std::vector<Tensor>>& inputs,
                          const c10d::ReduceScatterOptions& options) override {
-    for (size_t i = 0; i < outputs.size(); ++i) like("reduce_scatter", inputs.at(i), outputs[i]);
+    for (size_t i = 0; i < outputs.size(); ++i) checks_.like("reduce_scatter", inputs.at(i), outputs[i]);
     return reduce_scatter_of(outputs, inputs, options);
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     std::vector<Tensor> outputs{output};
-    return reduce_scatter_of(outputs, {parts_of("reduce_scatter", input)}, options);
+    return reduce_scatter_of(outputs, {checks_.parts_of("reduce_scatter", input)}, options);
   }
   WorkPtr reduce_scatter_tensor_coalesced(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
     std::vector<std::vector<Tensor>> parts;
-    for (const Tensor& input : inputs) parts.push_back(parts_of("reduce_scatter", input));
+    for (const Tensor& input : inputs) parts.push_back(checks_.parts_of("reduce_scatter", input));
     return reduce_scatter_of(outputs, parts, options);
   }
 
   WorkPtr alltoall(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
                    const c10d::AllToAllOptions& options) override {
-    require_one_per_rank("all_to_all", outputs), require_one_per_rank("all_to_all", inputs);
+    checks_.one_per_rank("all_to_all", outputs), checks_.one_per_rank("all_to_all", inputs);
     return all_to_all(outputs, outputs, inputs, options);
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
     const auto cut = [&](const Tensor& tensor, const std::vector<int64_t>& splits) {
-      return splits.empty() ? parts_of("all_to_all", tensor) : tensor.split_with_sizes(splits);
+      return splits.empty() ? checks_.parts_of("all_to_all", tensor) : tensor.split_with_sizes(splits);
     };
     return all_to_all({output}, cut(output, output_splits), cut(input, input_splits), options);
   }
@@ -206,11 +185,7 @@ class Hierarchy : public c10d::Backend {
     if (tensors.empty()) refuse("all_reduce", fmt::format("rank {}: no tensor was given; give one at least", rank_));
     const shm::Op how = to_op("all_reduce", op);
     auto plains = plain("all_reduce", tensors, op);
-    for (const auto& buffer : plains->buffers()) {
-      if (buffer.dtype == plains->buffers()[0].dtype) continue;
-      refuse("all_reduce", fmt::format("rank {}: the tensors are of {} and {}; give those of one dtype", rank_,
-                                       c10::toString(plains->buffers()[0].dtype), c10::toString(buffer.dtype)));
-    }
+    checks_.one_dtype("all_reduce", plains->buffers());
     const double scale = op == c10d::ReduceOp::AVG ? 1.0 / size_ : 1.0;
     return run(timeout, tensors, [this, plains, how, scale] {
       levels_.all_reduce(plains->buffers(), how, scale);
@@ -220,7 +195,7 @@ class Hierarchy : public c10d::Backend {
 
   WorkPtr all_gather(const std::vector<std::vector<Tensor>>& outputs, const std::vector<Tensor>& inputs,
                      std::vector<Tensor> result, milliseconds timeout) {
-    for (size_t i = 0; i < inputs.size(); ++i) like("all_gather", outputs.at(i), inputs[i]);
+    for (size_t i = 0; i < inputs.size(); ++i) checks_.like("all_gather", outputs.at(i), inputs[i]);
     if (levels_.even()) {
       std::vector<std::pair<std::shared_ptr<Plain>, std::shared_ptr<Plains>>> calls;
       for (size_t i = 0; i < inputs.size(); ++i) {
@@ -304,20 +279,8 @@ class Hierarchy : public c10d::Backend {
   std::shared_ptr<Plains> plain(const char* operation, const std::vector<Tensor>& tensors,
                                 const c10d::ReduceOp& op) const {
     auto plains = std::make_shared<Plains>(operation, tensors);
-    for (size_t i = 0; i < tensors.size(); ++i) require_reducible(operation, tensors[i], plains->buffers()[i], op);
+    for (size_t i = 0; i < tensors.size(); ++i) checks_.reducible(operation, tensors[i], plains->buffers()[i], op);
     return plains;
-  }
-
-  void require_reducible(const char* operation, const Tensor& tensor, const shm::Buffer& buffer,
-                         const c10d::ReduceOp& op) const {
-    const bool mean = op == c10d::ReduceOp::AVG;
-    const bool complex_fits = !tensor.is_complex() || c10d::isComplexViewAsRealAllowed(op);  // seen as pairs of reals
-    if (complex_fits && shm::can_reduce(buffer.dtype, to_op(operation, op)) &&
-        !(mean && c10::isIntegralType(buffer.dtype, true))) {
-      return;
-    }
-    refuse(operation, fmt::format("rank {}: {} of {} is not defined; convert the tensor", rank_,
-                                  mean ? "avg" : to_string(to_op(operation, op)), c10::toString(tensor.scalar_type())));
   }
 
   void divide(const std::vector<Tensor>& tensors, const c10d::ReduceOp& op) const {
@@ -325,32 +288,7 @@ class Hierarchy : public c10d::Backend {
     for (const Tensor& tensor : tensors) tensor.detach().div_(size_);
   }
 
-  void require_one_per_rank(const char* operation, const std::vector<Tensor>& tensors) const {
-    if (std::ssize(tensors) == size_) return;
-    refuse(operation,
-           fmt::format("rank {}: {} tensors were given, expected {}, one per rank", rank_, tensors.size(), size_));
-  }
-
-  // `tensors`, one for each rank, of the size and dtype of `one`.
-  const std::vector<Tensor>& like(const char* operation, const std::vector<Tensor>& tensors, const Tensor& one) const {
-    require_one_per_rank(operation, tensors);
-    for (const Tensor& tensor : tensors) {
-      if (tensor.numel() == one.numel() && tensor.scalar_type() == one.scalar_type()) continue;
-      refuse(operation,
-             fmt::format("rank {}: tensors differ: {} of {} and {} of {}; give equal ones", rank_, tensor.numel(),
-                         c10::toString(tensor.scalar_type()), one.numel(), c10::toString(one.scalar_type())));
-    }
-    return tensors;
-  }
-
-  std::vector<Tensor> parts_of(const char* operation, const Tensor& whole) const {
-    if (whole.is_contiguous() && whole.numel() % size_ == 0) return whole.view({size_, -1}).unbind(0);
-    refuse(operation,
-           fmt::format("rank {}: a tensor of {} elements cannot be seen as {} equal parts; give a contiguous "
-                       "one of a multiple of {}",
-                       rank_, whole.numel(), size_, size_));
-  }
-
+  const Checks checks_{rank_, size_};
   std::atomic<milliseconds> timeout_;
   std::atomic<uint64_t> started_ = 0;
   PairMessages messages_;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/checks.h"
 #include "backend/plain.h"
 #include "shm/collectives.h"
 #include "shm/mailbox.h"
@@ -37,28 +38,6 @@ class DoneWork : public c10d::Work {
  private:
   const std::vector<Tensor> result_;
 };
-
-shm::Op to_op(const char* operation, const c10d::ReduceOp& op) {
-  switch (op) {
-    case c10d::ReduceOp::SUM:
-    case c10d::ReduceOp::AVG:  // the sum, divided afterwards
-      return shm::Op::kSum;
-    case c10d::ReduceOp::PRODUCT:
-      return shm::Op::kProduct;
-    case c10d::ReduceOp::MIN:
-      return shm::Op::kMin;
-    case c10d::ReduceOp::MAX:
-      return shm::Op::kMax;
-    case c10d::ReduceOp::BAND:
-      return shm::Op::kBitAnd;
-    case c10d::ReduceOp::BOR:
-      return shm::Op::kBitOr;
-    case c10d::ReduceOp::BXOR:
-      return shm::Op::kBitXor;
-    default:
-      refuse(operation, "the shm backend knows sum, avg, min, max, product and the bitwise operations");
-  }
-}
 
 class ShmBackend : public c10d::Backend {
  public:
@@ -93,7 +72,7 @@ class ShmBackend : public c10d::Backend {
     return run(options.timeout, tensors, [&] {
       for (const Tensor& tensor : tensors) {
         Plain plain("reduce", tensor);
-        require_reducible("reduce", tensor, plain.buffer(), options.reduceOp);
+        checks_.reducible("reduce", tensor, plain.buffer(), options.reduceOp);
         shm::reduce(*exchange_, plain.buffer(), root(options.rootRank), to_op("reduce", options.reduceOp));
         if (root(options.rootRank) == rank_) finish(plain, tensor, options.reduceOp);
       }
@@ -117,12 +96,12 @@ class ShmBackend : public c10d::Backend {
     });
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    return run(options.timeout, {output}, [&] { all_gather(parts_of("all_gather", output), input); });
+    return run(options.timeout, {output}, [&] { all_gather(checks_.parts_of("all_gather", output), input); });
   }
   WorkPtr allgather_into_tensor_coalesced(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
                                           const c10d::AllgatherOptions& options) override {
     return run(options.timeout, outputs, [&] {
-      for (size_t i = 0; i < inputs.size(); ++i) all_gather(parts_of("all_gather", outputs.at(i)), inputs[i]);
+      for (size_t i = 0; i < inputs.size(); ++i) all_gather(checks_.parts_of("all_gather", outputs.at(i)), inputs[i]);
     });
   }
 
@@ -131,7 +110,7 @@ class ShmBackend : public c10d::Backend {
     const bool mine = root(options.rootRank) == rank_;
     return run(options.timeout, mine ? outputs.at(0) : std::vector<Tensor>(), [&] {
       Plain input("gather", inputs.at(0));
-      Plains parts("gather", mine ? like("gather", outputs.at(0), inputs.at(0)) : std::vector<Tensor>());
+      Plains parts("gather", mine ? checks_.like("gather", outputs.at(0), inputs.at(0)) : std::vector<Tensor>());
       shm::gather(*exchange_, input.buffer(), parts.buffers(), root(options.rootRank));
       parts.put_back();
     });
@@ -142,7 +121,7 @@ class ShmBackend : public c10d::Backend {
     const bool mine = root(options.rootRank) == rank_;
     return run(options.timeout, outputs, [&] {
       Plain output("scatter", outputs.at(0));
-      Plains parts("scatter", mine ? like("scatter", inputs.at(0), outputs.at(0)) : std::vector<Tensor>());
+      Plains parts("scatter", mine ? checks_.like("scatter", inputs.at(0), outputs.at(0)) : std::vector<Tensor>());
       shm::scatter(*exchange_, output.buffer(), parts.buffers(), root(options.rootRank));
       output.put_back();
     });
@@ -156,13 +135,13 @@ class ShmBackend : public c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
     return run(options.timeout, {output},
-               [&] { reduce_scatter(output, parts_of("reduce_scatter", input), options.reduceOp); });
+               [&] { reduce_scatter(output, checks_.parts_of("reduce_scatter", input), options.reduceOp); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(std::vector<Tensor>& outputs, std::vector<Tensor>& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
     return run(options.timeout, outputs, [&] {
       for (size_t i = 0; i < outputs.size(); ++i) {
-        reduce_scatter(outputs[i], parts_of("reduce_scatter", inputs.at(i)), options.reduceOp);
+        reduce_scatter(outputs[i], checks_.parts_of("reduce_scatter", inputs.at(i)), options.reduceOp);
       }
     });
   }
@@ -174,8 +153,9 @@ class ShmBackend : public c10d::Backend {
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
     return run(options.timeout, {output}, [&] {
-      all_to_all(output_splits.empty() ? parts_of("all_to_all", output) : output.split_with_sizes(output_splits),
-                 input_splits.empty() ? parts_of("all_to_all", input) : input.split_with_sizes(input_splits));
+      all_to_all(
+          output_splits.empty() ? checks_.parts_of("all_to_all", output) : output.split_with_sizes(output_splits),
+          input_splits.empty() ? checks_.parts_of("all_to_all", input) : input.split_with_sizes(input_splits));
     });
   }
 
@@ -263,12 +243,9 @@ class ShmBackend : public c10d::Backend {
     return run(timeout, tensors, [&] {
       Plains plains("all_reduce", tensors);
       for (size_t i = 0; i < tensors.size(); ++i) {
-        const shm::Buffer& buffer = plains.buffers()[i];
-        require_reducible("all_reduce", tensors[i], buffer, op);
-        if (buffer.dtype == plains.buffers()[0].dtype) continue;
-        refuse("all_reduce", fmt::format("rank {}: the tensors are of {} and {}; give those of one dtype", rank_,
-                                         c10::toString(plains.buffers()[0].dtype), c10::toString(buffer.dtype)));
+        checks_.reducible("all_reduce", tensors[i], plains.buffers()[i], op);
       }
+      checks_.one_dtype("all_reduce", plains.buffers());
       shm::all_reduce(*exchange_, plains.buffers(), to_op("all_reduce", op), op == c10d::ReduceOp::AVG);
       plains.put_back();
     });
@@ -276,69 +253,31 @@ class ShmBackend : public c10d::Backend {
 
   void reduce_scatter(const Tensor& output, const std::vector<Tensor>& inputs, const c10d::ReduceOp& op) {
     Plain plain("reduce_scatter", output);
-    const Plains parts("reduce_scatter", like("reduce_scatter", inputs, output));
-    require_reducible("reduce_scatter", output, plain.buffer(), op);
+    const Plains parts("reduce_scatter", checks_.like("reduce_scatter", inputs, output));
+    checks_.reducible("reduce_scatter", output, plain.buffer(), op);
     shm::reduce_scatter(*exchange_, plain.buffer(), parts.buffers(), to_op("reduce_scatter", op));
     finish(plain, output, op);
   }
 
   void all_gather(const std::vector<Tensor>& outputs, const Tensor& input) {
     const Plain plain("all_gather", input);
-    Plains parts("all_gather", like("all_gather", outputs, input));
+    Plains parts("all_gather", checks_.like("all_gather", outputs, input));
     shm::all_gather(*exchange_, plain.buffer(), parts.buffers());
     parts.put_back();
   }
 
   void all_to_all(const std::vector<Tensor>& outputs, const std::vector<Tensor>& inputs) {
-    require_one_per_rank("all_to_all", outputs), require_one_per_rank("all_to_all", inputs);
+    checks_.one_per_rank("all_to_all", outputs), checks_.one_per_rank("all_to_all", inputs);
     Plains to("all_to_all", outputs);
     const Plains from("all_to_all", inputs);
     shm::all_to_all(*exchange_, to.buffers(), from.buffers());
     to.put_back();
   }
 
-  void require_reducible(const char* operation, const Tensor& tensor, const shm::Buffer& buffer,
-                         const c10d::ReduceOp& op) const {
-    const bool mean = op == c10d::ReduceOp::AVG;
-    const bool complex_fits = !tensor.is_complex() || c10d::isComplexViewAsRealAllowed(op);  // seen as pairs of reals
-    if (complex_fits && shm::can_reduce(buffer.dtype, to_op(operation, op)) &&
-        !(mean && c10::isIntegralType(buffer.dtype, true))) {
-      return;
-    }
-    refuse(operation, fmt::format("rank {}: {} of {} is not defined; convert the tensor", rank_,
-                                  mean ? "avg" : to_string(to_op(operation, op)), c10::toString(tensor.scalar_type())));
-  }
-
   void finish(Plain& plain, const Tensor& tensor, const c10d::ReduceOp& op) const {
     plain.put_back();
     at::NoGradGuard no_grad;
     if (op == c10d::ReduceOp::AVG) tensor.detach().div_(size_);
-  }
-
-  void require_one_per_rank(const char* operation, const std::vector<Tensor>& tensors) const {
-    if (std::ssize(tensors) == size_) return;
-    refuse(operation,
-           fmt::format("rank {}: {} tensors were given; give {}, one per rank", rank_, tensors.size(), size_));
-  }
-
-  // `tensors`, one per rank, each as large as `one`.
-  const std::vector<Tensor>& like(const char* operation, const std::vector<Tensor>& tensors, const Tensor& one) const {
-    require_one_per_rank(operation, tensors);
-    for (const Tensor& tensor : tensors) {
-      if (tensor.numel() == one.numel() && tensor.scalar_type() == one.scalar_type()) continue;
-      refuse(operation,
-             fmt::format("rank {}: tensors differ: {} of {} and {} of {}; give equal ones", rank_, tensor.numel(),
-                         c10::toString(tensor.scalar_type()), one.numel(), c10::toString(one.scalar_type())));
-    }
-    return tensors;
-  }
-
-  std::vector<Tensor> parts_of(const char* operation, const Tensor& whole) const {
-    if (whole.is_contiguous() && whole.numel() % size_ == 0) return whole.view({size_, -1}).unbind(0);
-    refuse(operation,
-           fmt::format("rank {}: a tensor of {} elements cannot be seen as {} equal parts; give a contiguous "
-                       "one of a multiple of {}",
-                       rank_, whole.numel(), size_, size_));
   }
 
   int root(int64_t rank) const { return static_cast<int>(rank); }
@@ -348,6 +287,7 @@ class ShmBackend : public c10d::Backend {
     return *gloo_;
   }
 
+  const Checks checks_{rank_, size_};
   std::mutex mutex_;
   const std::unique_ptr<shm::Exchange> exchange_;
   shm::Mailbox mailbox_;

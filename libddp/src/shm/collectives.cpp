@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "ddp/error.h"
+#include "shm/pieces.h"
 
 namespace ddp::detail::shm {
 namespace {
@@ -92,19 +93,19 @@ class Pieces {
   }
 
   void fill(std::byte* slot, int64_t offset, int64_t bytes) const {
-    in_pieces(offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
+    in_pieces(pieces_, offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
       scale(data, slot + done, length / dtype_size(), dtype(), scale_);
     });
   }
 
   void read(const std::byte* slot, int64_t offset, int64_t bytes) const {
-    in_pieces(offset, bytes,
+    in_pieces(pieces_, offset, bytes,
               [&](std::byte* data, int64_t done, int64_t length) { copy_bytes(data, slot + done, length); });
   }
 
   // Adds up a part that begins at `slot_offset` of the slots: into the pieces, or into `out`.
   void add_up(const Exchange& exchange, int64_t offset, int64_t bytes) {
-    in_pieces(offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
+    in_pieces(pieces_, offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
       order_.add_up(exchange, offset + done, done, length, data, dtype(), op_);
     });
   }
@@ -127,24 +128,9 @@ class Pieces {
   }
 
  private:
-  // Calls f(data, done, length) for what [offset, offset + bytes) has of each piece.
-  template <class F>
-  void in_pieces(int64_t offset, int64_t bytes, F&& f) const {
-    int64_t begin = 0, done = 0;
-    for (const Buffer& piece : pieces_) {
-      if (done == bytes) return;
-      const int64_t from = offset + done - begin;
-      const int64_t length = std::min(piece.bytes() - from, bytes - done);
-      begin += piece.bytes();
-      if (length <= 0) continue;
-      f(piece.data + from, done, length);
-      done += length;
-    }
-  }
-
   std::byte* within_one(int64_t offset, int64_t bytes) const {
     std::byte* found = nullptr;
-    in_pieces(offset, bytes,
+    in_pieces(pieces_, offset, bytes,
               [&](std::byte* data, int64_t, int64_t length) { found = length == bytes ? data : nullptr; });
     return found;
   }

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <vector>
 
+#include "shm/pieces.h"
+
 namespace ddp::detail::shm {
 namespace {
 
@@ -27,33 +29,14 @@ Strip::Strip(std::span<const Buffer> buffers) : buffers_(buffers) {
   for (const Buffer& buffer : buffers_) bytes_ += buffer.bytes();
 }
 
-namespace {
-
-// Calls f(data, done, length) for what [offset, offset + bytes) has of each buffer.
-template <class F>
-void in_buffers(std::span<const Buffer> buffers, int64_t offset, int64_t bytes, F&& f) {
-  int64_t begin = 0, done = 0;
-  for (const Buffer& buffer : buffers) {
-    if (done == bytes) return;
-    const int64_t from = offset + done - begin;
-    const int64_t length = std::min(buffer.bytes() - from, bytes - done);
-    begin += buffer.bytes();
-    if (length <= 0) continue;
-    f(buffer.data + from, done, length);
-    done += length;
-  }
-}
-
-}  // namespace
-
 void Strip::copy_out(int64_t offset, int64_t bytes, std::byte* to, double scale) const {
-  in_buffers(buffers_, offset, bytes, [&](const std::byte* data, int64_t done, int64_t length) {
+  in_pieces(buffers_, offset, bytes, [&](const std::byte* data, int64_t done, int64_t length) {
     shm::scale(data, to + done, length / element(), dtype(), scale);
   });
 }
 
 void Strip::copy_in(int64_t offset, int64_t bytes, const std::byte* from) const {
-  in_buffers(buffers_, offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
+  in_pieces(buffers_, offset, bytes, [&](std::byte* data, int64_t done, int64_t length) {
     if (data != from + done) std::memcpy(data, from + done, length);
   });
 }
